@@ -1,0 +1,1 @@
+"""The `kvalet` command and the local all-in-one supervisor."""

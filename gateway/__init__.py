@@ -1,0 +1,1 @@
+"""HTTP edge: OpenAI-compatible and asynchronous API. No CUDA, no numpy."""

@@ -1,0 +1,84 @@
+"""Errors of the `gpu` package.
+
+    GpuError
+    |-- LayoutError            a layout or format that cannot exist (raised at load)
+    |-- ModelFileError         a model file that cannot be trusted or used (raised at load)
+    |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
+    |-- InvariantViolation     a rule of the cache was broken by our own code (ends the process)
+    |   |-- UnprovenAppend     mirror-store counts differ from the plan (quarantine)
+    |   |-- MirrorDivergence   mirror and device bytes differ (quarantine)
+    |   |-- PoisonedPage       a page that still holds poison was to be sealed or was handed out unpoisoned
+    |   |-- WriteOutOfBounds   a write outside the cells that a plan owns
+    |   `-- HoldViolation      a page freed, reused or evicted while something still holds it
+    `-- NonFiniteInput         NaN or Inf reached append (fails that turn alone)
+"""
+
+from __future__ import annotations
+
+
+class GpuError(Exception):
+    """Root of the package's errors."""
+
+
+class LayoutError(GpuError):
+    """A KV layout or format that cannot exist. Raised at load; the message names field, value and limit."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}={value!r}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class ModelFileError(GpuError):
+    """A model file that is damaged, hostile or not supported. Raised at load; the worker refuses to start."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}={value!r}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class CapacityError(GpuError):
+    """No free page or device slot. The engine evicts, preempts or refuses the request."""
+
+    def __init__(self, what: str, needed: int, free: int) -> None:
+        super().__init__(f"{what}: {needed} needed, {free} free")
+        self.what = what
+        self.needed = needed
+        self.free = free
+
+
+class InvariantViolation(GpuError):
+    """A rule of the cache was broken by our own code. The worker quarantines itself."""
+
+
+class UnprovenAppend(InvariantViolation):
+    """The mirror-store counts of a step differ from its plan."""
+
+
+class MirrorDivergence(InvariantViolation):
+    """Mirror and device bytes of a page differ."""
+
+
+class PoisonedPage(InvariantViolation):
+    """A page held poison where cells were expected, or was handed out without poison."""
+
+
+class WriteOutOfBounds(InvariantViolation):
+    """A write outside the cells that a plan owns."""
+
+
+class HoldViolation(InvariantViolation):
+    """A page was freed, reused or evicted while something still held it."""
+
+
+class NonFiniteInput(GpuError):
+    """NaN or Inf reached append. Fails that turn alone."""
+
+
+def invariant(condition: bool, error: type[InvariantViolation], message: str) -> None:
+    """Raise `error` unless `condition` holds; stays on in production."""
+    if not condition:
+        raise error(message)

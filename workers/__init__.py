@@ -1,0 +1,1 @@
+"""Celery workers, turn records, the engine and the story of a turn."""
