@@ -10,13 +10,13 @@ kinds share one arithmetic; they differ in which rows are sampled and in what fo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpu.cache import Sequence
+    from gpu.sampling import TokenHistory
 
 
 class RowKind(StrEnum):
@@ -33,7 +33,8 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. logit_bias: (token id, bias) pairs.
     logprobs: how many alternatives to report, None for no report at all. choice: index of the choice (`n` > 1), part
-    of the generator's key with `seed` and the output position.
+    of the generator's key with `seed` and the output position. end_ids are never drawn before output position
+    `min_tokens`.
     """
 
     temperature: float = 1.0
@@ -47,6 +48,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class PlanEntry:
     kind DECODE means "the last sampled token of this sequence", which the host need not know yet.
     sampling: None when no row is sampled (a prefill chunk that is not the last).
     output_index: 0-based position in the reply of the first token that this entry samples; the generator's position.
+    history: ids that penalties count; set when `sampling` is. DECODE and PREFILL add the sampled id to it; after a
+    VERIFY the engine adds the accepted ones.
     """
 
     sequence: Sequence
@@ -64,6 +69,7 @@ class PlanEntry:
     tokens: tuple[int, ...]
     sampling: SamplingParams | None = None
     output_index: int = 0
+    history: TokenHistory | None = None
 
     @property
     def num_rows(self) -> int:
@@ -110,8 +116,3 @@ class StepResult:
     """Results in the plan's order. An unproven step raises UnprovenAppend instead of returning one."""
 
     entries: tuple[EntryResult, ...]
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    """Whether the draw is the arg max."""
-    return params.temperature == 0.0 or math.isclose(params.temperature, 0.0, abs_tol=1e-12)

@@ -1,0 +1,1 @@
+"""CPU backend: Numba kernels over the mirror itself."""
