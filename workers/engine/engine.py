@@ -1,0 +1,343 @@
+"""The engine thread. It alone touches the backend and the cache; other threads submit and wait.
+
+    one turn of the loop:  commands -> admit -> schedule -> launch -> read the oldest step -> seal its pages
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gpu.backend import Backend, StepHandle
+from gpu.cache import HoldKind
+from gpu.errors import CapacityError, InvariantViolation
+from gpu.plan import EntryResult, PlanEntry, StepPlan
+from workers.engine.requests import EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
+from workers.engine.running import Phase, RunningTurn
+from workers.engine.scheduler import schedule
+from workers.errors import EngineFault, WorkerQuarantined
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_IDLE_WAIT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """Totals since start. Rows: computed cells by kind; steps; preemptions; seconds spent in steps."""
+
+    steps: int
+    prefill_rows: int
+    decode_rows: int
+    preemptions: int
+    step_s: float
+
+
+class Engine:
+    """Runs turns on a backend. Thread-safe: `admit`, `start`, `discard`, `call` and `wake`."""
+
+    def __init__(self, backend: Backend, *, step_rows: int) -> None:
+        self.backend = backend
+        self.cache = backend.cache
+        self.quarantine: InvariantViolation | None = None
+        self._max_rows = min(step_rows, backend.max_rows)
+        self._turns: list[RunningTurn] = []
+        self._pending: collections.deque[tuple[list[tuple[RunningTurn, PlanEntry]], StepHandle]] = collections.deque()
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._progress_at = time.monotonic()
+        self._steps = self._prefill_rows = self._decode_rows = self._preemptions = 0
+        self._step_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # -- other threads ------------------------------------------------------------------------------------------
+
+    def launch_thread(self) -> None:
+        """Start the engine thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop after the step in flight; turns that still run get `Preempted`. Closes the backend."""
+        self._stopping.set()
+        self.wake()
+        self._thread.join()
+
+    def wake(self) -> None:
+        """Make the engine look at cancellations now."""
+        self._commands.put(None)
+
+    def call(self, action: Callable[[], _T]) -> _T:
+        """Run `action` on the engine thread between two steps and return its result or raise its error."""
+        if threading.current_thread() is self._thread:
+            return action()
+        future: Future[_T] = Future()
+        self._commands.put((action, future))
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self._check_alive()
+
+    def admit(self, turn: EngineTurn) -> RunningTurn:
+        """Queue a turn; it may resolve its prefix once `turn.admitted` is set. Order: priority, then arrival."""
+        running = RunningTurn.of(turn)
+        self.call(lambda: self._enqueue(running))
+        return running
+
+    def start(self, running: RunningTurn) -> None:
+        """Begin to compute what the attached prefix lacks."""
+        self.call(lambda: self._begin(running))
+
+    def discard(self, running: RunningTurn) -> None:
+        """Forget a turn in any phase and drop its sequence. Idempotent."""
+        if self._thread.is_alive():
+            self.call(lambda: self._end(running))
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """Seconds since the engine last finished a step or was idle."""
+        return time.monotonic() - self._progress_at
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Totals since start."""
+        return EngineCounters(self._steps, self._prefill_rows, self._decode_rows, self._preemptions, self._step_s)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns in any phase."""
+        return len(self._turns)
+
+    # -- engine thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._run_commands(block=not self._pending and not self._has_work())
+                self._drop_cancelled()
+                self._admit_waiting()
+                launched = self._launch_next()
+                while self._pending and (not launched or len(self._pending) > self.backend.pipeline_depth):
+                    self._finish_oldest()
+                    launched = True
+                self._progress_at = time.monotonic()
+        except InvariantViolation as error:
+            _log.critical("quarantined: %s: %s", type(error).__name__, error)
+            self.quarantine = error
+        finally:
+            self._shut_down()
+
+    def _run_commands(self, *, block: bool) -> None:
+        try:
+            command = self._commands.get(timeout=_IDLE_WAIT_S) if block else self._commands.get_nowait()
+            while True:
+                if command is not None:
+                    _execute(*command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _has_work(self) -> bool:
+        return any(t.phase in (Phase.RUNNING, Phase.WAITING) for t in self._turns)
+
+    def _enqueue(self, running: RunningTurn) -> None:
+        self._turns.append(running)
+        self._turns.sort(key=_age)
+
+    def _drop_cancelled(self) -> None:
+        for running in [t for t in self._turns if t.turn.cancelled.is_set()]:
+            self._end(running)
+
+    def _admit_waiting(self) -> None:
+        """Promise pages for prompt and first output page to waiting turns while they last; one turn always gets in."""
+        for running in [t for t in self._turns if t.phase is Phase.WAITING]:
+            active = [t for t in self._turns if t.phase in (Phase.RESOLVING, Phase.RUNNING)]
+            if active and (running.solo or any(t.solo for t in active)):
+                return
+            needed = -(-(len(running.ids) + 1) // self.cache.layout.page_size) + 1
+            promised = sum(self._unclaimed_pages(t) for t in active)
+            if active and needed > self.cache.free_pages + self.cache.evictable_pages - promised:
+                return
+            running.pages_promised = needed
+            running.sequence = self.cache.open()
+            running.phase = Phase.RESOLVING
+            running.turn.admitted.set()
+
+    def _unclaimed_pages(self, running: RunningTurn) -> int:
+        held = 0 if running.sequence is None else len(running.sequence.pages)
+        return max(0, running.pages_promised - held)
+
+    def _begin(self, running: RunningTurn) -> None:
+        if running.phase is not Phase.RESOLVING or running.sequence is None:
+            return
+        running.num_sealed = len(running.sequence.pages)
+        running.phase = Phase.RUNNING
+        if not running.wants_more:
+            self._finish(running, "length")
+
+    def _launch_next(self) -> bool:
+        chosen = schedule(self._turns, self._max_rows, self.backend.pipeline_depth)
+        chosen = self._reserve_pages(chosen)
+        if not chosen:
+            return False
+        plan = StepPlan(tuple(entry for _, entry in chosen))
+        begun = time.monotonic()
+        try:
+            handle = self.backend.launch(plan)
+        except InvariantViolation:
+            raise
+        except Exception as error:  # any fault of a step is contained: alone it fails its turn, else all run alone
+            self._contain([running for running, _ in chosen], error)
+            return False
+        for running, entry in chosen:
+            running.unread += 1 if entry.sampling is not None else 0
+        self._pending.append((chosen, handle))
+        self._count(plan, time.monotonic() - begun)
+        return True
+
+    def _reserve_pages(self, chosen: list[tuple[RunningTurn, PlanEntry]]) -> list[tuple[RunningTurn, PlanEntry]]:
+        """Reserve pages entry by entry, oldest turn first; on exhaustion the youngest turn gives way."""
+        kept = []
+        for running, entry in sorted(chosen, key=lambda pair: _age(pair[0])):
+            while running.phase is Phase.RUNNING and running.sequence is not None:
+                try:
+                    self.cache.reserve(running.sequence, running.sequence.length + entry.num_rows)
+                except CapacityError:
+                    if not self._preempt_youngest():
+                        return [pair for pair in kept if pair[0].phase is Phase.RUNNING]
+                else:
+                    kept.append((running, entry))
+                    break
+        return [pair for pair in kept if pair[0].phase is Phase.RUNNING]
+
+    def _preempt_youngest(self) -> bool:
+        """Take the pages of the youngest, least important turn; False when only one turn holds any."""
+        holders = [t for t in self._turns if t.phase in (Phase.RESOLVING, Phase.RUNNING)]
+        if len(holders) < 2:
+            return False
+        victim = holders[-1]
+        self._preemptions += 1
+        self._end(victim)
+        victim.turn.outputs.put(Preempted())
+        return True
+
+    def _finish_oldest(self) -> None:
+        chosen, handle = self._pending.popleft()
+        begun = time.monotonic()
+        result = handle.wait()
+        self._step_s += time.monotonic() - begun
+        for (running, entry), entry_result in zip(chosen, result.entries, strict=True):
+            if running.phase is Phase.RUNNING:
+                self._take_result(running, entry, entry_result)
+
+    def _take_result(self, running: RunningTurn, entry: PlanEntry, result: EntryResult) -> None:
+        if result.error is not None:
+            self._fail(running, EngineFault("the model produced a value that is not finite"))
+            return
+        if entry.sampling is not None:
+            running.unread -= 1
+            running.ids.append(result.token_ids[-1])
+        self._seal_full_pages(running)
+        if entry.sampling is not None:
+            self._deliver(running, result)
+
+    def _deliver(self, running: RunningTurn, result: EntryResult) -> None:
+        token_id = result.token_ids[-1]
+        request = running.turn.request
+        if token_id in request.end_ids:
+            self._finish(running, "stop")
+            return
+        running.turn.outputs.put(Token(token_id, result.logprobs[-1] if result.logprobs else None))
+        if running.num_output >= request.max_tokens:
+            self._finish(running, "length")
+
+    def _seal_full_pages(self, running: RunningTurn) -> None:
+        """Mint every page that has become full and proven, and hand it to parking with an UPLOAD hold."""
+        sequence, chain, page_size = running.sequence, running.turn.chain, self.cache.layout.page_size
+        assert sequence is not None
+        while running.num_sealed in self.cache.sealable(sequence):
+            index = running.num_sealed
+            token_ids = tuple(running.ids[index * page_size : (index + 1) * page_size])
+            parent, digest = chain.digest_at(index - 1), chain.digest_for(index, token_ids)
+            page = self.cache.seal(sequence, index, bytes(digest))
+            running.num_sealed += 1
+            self.cache.hold(page, HoldKind.UPLOAD)
+            running.turn.on_sealed(SealedEvent(page, parent, digest, token_ids, index))
+
+    def _contain(self, turns: list[RunningTurn], error: Exception) -> None:
+        _log.error("step of %d turns raised %s", len(turns), type(error).__name__, exc_info=error)
+        for running in turns:
+            self._end(running)
+            alone = len(turns) == 1
+            running.turn.outputs.put(Failed(EngineFault("the step failed")) if alone else Preempted(solo=True))
+
+    def _finish(self, running: RunningTurn, reason: str) -> None:
+        self._end(running)
+        running.turn.outputs.put(Finished(reason))
+
+    def _fail(self, running: RunningTurn, error: Exception) -> None:
+        self._end(running)
+        running.turn.outputs.put(Failed(error))
+
+    def _end(self, running: RunningTurn) -> None:
+        if running.phase is Phase.ENDED:
+            return
+        running.phase = Phase.ENDED
+        self._turns.remove(running)
+        if running.sequence is not None:
+            self.cache.close(running.sequence)
+
+    def _count(self, plan: StepPlan, seconds: float) -> None:
+        self._steps += 1
+        self._step_s += seconds
+        for entry in plan.entries:
+            if entry.kind == "decode":
+                self._decode_rows += entry.num_rows
+            else:
+                self._prefill_rows += entry.num_rows
+
+    def _check_alive(self) -> None:
+        if not self._thread.is_alive():
+            raise WorkerQuarantined(str(self.quarantine or "the engine has stopped"))
+
+    def _shut_down(self) -> None:
+        for running in list(self._turns):
+            running.phase = Phase.ENDED
+            reason = self.quarantine
+            output = Preempted() if reason is None else Failed(WorkerQuarantined(str(reason)))
+            running.turn.outputs.put(output)
+        self._turns.clear()
+        self._pending.clear()
+        self.backend.close()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command[1].set_exception(WorkerQuarantined(str(self.quarantine or "the engine has stopped")))
+
+
+def _age(running: RunningTurn) -> tuple[int, int]:
+    """Sort key: important and old first."""
+    return (-running.turn.request.priority, running.turn.request.order)
+
+
+def _execute(action: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(action())
+    except InvariantViolation as error:
+        future.set_exception(error)
+        raise
+    except Exception as error:
+        future.set_exception(error)
+

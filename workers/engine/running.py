@@ -1,0 +1,65 @@
+"""State of one turn inside the engine. Touched by the engine thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gpu.cache import Sequence
+from gpu.sampling import TokenHistory
+from workers.engine.requests import EngineTurn
+
+
+class Phase(StrEnum):
+    """Where a turn stands in the engine."""
+
+    WAITING = "waiting"
+    RESOLVING = "resolving"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class RunningTurn:
+    """One turn: its sequence, the ids known so far and how many of its pages are sealed.
+
+    ids: prompt, forced and sampled ids. unread: launched draws whose id the host has not read. num_sealed: leading
+    pages of the sequence that are sealed (shared, restored or ours).
+    """
+
+    turn: EngineTurn
+    ids: list[int]
+    history: TokenHistory
+    sequence: Sequence | None = None
+    phase: Phase = Phase.WAITING
+    unread: int = 0
+    num_sealed: int = 0
+    solo: bool = False
+    pages_promised: int = field(default=0)
+
+    @classmethod
+    def of(cls, turn: EngineTurn) -> RunningTurn:
+        """A turn that waits for admission."""
+        request = turn.request
+        history = TokenHistory(request.prompt_ids, request.forced_ids)
+        return cls(turn, list(request.known_ids), history, solo=request.solo)
+
+    @property
+    def num_output(self) -> int:
+        """Output ids known to the host."""
+        return len(self.ids) - len(self.turn.request.prompt_ids)
+
+    @property
+    def num_launched_output(self) -> int:
+        """Output ids known or being drawn."""
+        return self.num_output + self.unread
+
+    @property
+    def num_pending(self) -> int:
+        """Known ids whose cells have not been launched."""
+        return 0 if self.sequence is None else max(0, len(self.ids) - self.sequence.length)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another draw is allowed: max_tokens counts launched draws."""
+        return self.num_launched_output < self.turn.request.max_tokens

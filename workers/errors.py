@@ -1,0 +1,55 @@
+"""Errors of the `workers` package.
+
+    WorkerError
+    |-- TurnFailed            the turn ends `failed` with a code the client sees
+    |   |-- ContextOverflow   prompt or prompt + max_tokens beyond the context or the arena (both numbers)
+    |   `-- EngineFault       the step that ran this turn alone raised
+    |-- LeaseLost             another worker may own the turn: stop without writing anything (turn_runner)
+    |-- TurnCancelled         the client asked for the end of the turn (turn_runner finishes it)
+    `-- WorkerQuarantined     a rule of the cache was broken: leases are released, the process ends (service)
+"""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Root of the package's errors."""
+
+
+class TurnFailed(WorkerError):
+    """The turn ends `failed`. `code` and the message reach the client; no class name, path or traceback does."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class ContextOverflow(TurnFailed):
+    """The prompt does not fit. Names both counts."""
+
+    def __init__(self, num_tokens: int, limit: int, what: str = "context length") -> None:
+        super().__init__(
+            "context_length_exceeded", f"the prompt has {num_tokens} tokens, more than the {what} of {limit} allows"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class EngineFault(TurnFailed):
+    """A step that held only this turn raised."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("engine_error", message)
+
+
+class LeaseLost(WorkerError):
+    """The lease is gone. The runner stops at once and writes nothing more."""
+
+
+class TurnCancelled(WorkerError):
+    """A cancel was seen in an event append's reply or on the worker's control stream."""
+
+
+class WorkerQuarantined(WorkerError):
+    """A rule of the cache was broken on this worker. Nothing it holds is trusted any more."""

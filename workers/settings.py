@@ -1,0 +1,65 @@
+"""Settings of a worker process: environment `KVALET_*`, then defaults. Unknown or malformed values stop the start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+def _default_worker_id() -> str:
+    return f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+
+
+class WorkerSettings(BaseSettings):
+    """One worker: which model, which servers, how much memory.
+
+    Units are in the names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
+    """
+
+    model_config = SettingsConfigDict(env_prefix="KVALET_", extra="ignore", frozen=True)
+
+    control_url: str = "redis://127.0.0.1:6379/0"
+    pages_url: str = "redis://127.0.0.1:6380/0"
+    worker_id: str = Field(default_factory=_default_worker_id, pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    model: Path = Field(default_factory=lambda: default_model_path())
+    model_name: str | None = None
+    backend: Literal["cpu", "simulated"] = "cpu"
+    kv_format: Literal["f16", "int8", "q4", "k8v4"] = "k8v4"
+    page_size: int | None = None
+    context: int | None = Field(default=None, ge=16)
+    slots: int = Field(default=8, ge=1, le=256)
+    threads: int = Field(default_factory=lambda: max(1, len(os.sched_getaffinity(0))), ge=1, le=256)
+    mirror_mib: int = Field(default=512, ge=1)
+    kv_resident: int | None = Field(default=None, ge=0)
+    step_rows: int = Field(default=128, ge=8, le=4096)
+    restore: Literal["auto", "always", "never"] = "auto"
+    attest: Literal["always", "sampled", "off"] = "sampled"
+    accept_numerics: Literal["same", "any"] = "same"
+    park_stateless: Literal["eager", "never"] = "eager"
+    park_ttl_s: int = Field(default=24 * 3600, ge=1)
+    park_stateless_ttl_s: int = Field(default=900, ge=1)
+    park_queue_mib: int = Field(default=256, ge=1)
+    lease_s: float = Field(default=15.0, ge=0.5)
+    heartbeat_s: float = Field(default=2.0, gt=0)
+    drain_grace_s: float = Field(default=20.0, ge=0)
+    sweep_s: float = Field(default=1.0, gt=0)
+    wire_connections: int = Field(default=4, ge=1, le=64)
+    metrics_port: int | None = None
+    accept_models: Annotated[tuple[str, ...], NoDecode] = ()
+
+    @field_validator("accept_models", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(v for v in value.split(",") if v) if isinstance(value, str) else value
+
+
+def default_model_path() -> Path:
+    """Where the default model is kept in the user's cache directory."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "kvalet" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
