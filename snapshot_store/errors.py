@@ -1,26 +1,26 @@
 """Errors of the `snapshot_store` package.
 
-    StoreError
-    |-- BadKeyPart              a tenant, turn or branch id that cannot be part of a key (refused by the caller's edge)
-    |-- BadFingerprint          a fingerprint record that cannot be canonical (raised at start)
-    |-- BadTokenIds             token ids that cannot be packed (raised by the chain and the codec)
-    |-- BadPage                 a page that cannot become a record: wrong lengths (our own caller's fault)
-    |-- DamagedRecord           a stored page that must not be read: counts as a miss, is deleted, is recomputed
-    |   |-- BadMagic            not a page record at all
-    |   |-- BadVersion          a record of a format version that this build does not read
-    |   |-- TruncatedRecord     shorter than its own header says
-    |   |-- OversizedRecord     longer than its own header or the limits allow
-    |   |-- HeaderMismatch      the header's checksum over key and header fails
-    |   |-- LayoutMismatch      page size or (layer, plane) lengths differ from the reader's layout
-    |   |-- SegmentMismatch     the bytes of one layer's plane differ from their checksum
-    |   `-- ForeignRecord       well formed, but of other tokens, parent, digest or fingerprint
-    |-- StoreUnreachable        the page server did not answer in time or broke off (counts as a miss)
-    |-- StoreRefused            the page server answered with an error (memory, loading, read-only)
-    |-- WireDesync              a connection that holds bytes nobody asked for (closed, never reused)
-    |-- TranscriptError         a transcript entry that cannot be trusted
-    |   |-- TranscriptMissing   no entry of that turn
-    |   `-- TranscriptDamaged   bytes that are no entry of this version
-    `-- IndexEntryDamaged       a snapshot index entry that cannot be read (a hint: ignored and counted)
+StoreError
+|-- BadKeyPart              a tenant, turn or branch id that cannot be part of a key (refused by the caller's edge)
+|-- BadFingerprint          a fingerprint record that cannot be canonical (raised at start)
+|-- BadTokenIds             token ids that cannot be packed (raised by the chain and the codec)
+|-- BadPage                 a page that cannot become a record: wrong lengths (our own caller's fault)
+|-- DamagedRecord           a stored page that must not be read: counts as a miss, is deleted, is recomputed
+|   |-- BadMagic            not a page record at all
+|   |-- BadVersion          a record of a format version that this build does not read
+|   |-- TruncatedRecord     shorter than its own header says
+|   |-- OversizedRecord     longer than its own header or the limits allow
+|   |-- HeaderMismatch      the header's checksum over key and header fails
+|   |-- LayoutMismatch      page size or (layer, plane) lengths differ from the reader's layout
+|   |-- SegmentMismatch     the bytes of one layer's plane differ from their checksum
+|   `-- ForeignRecord       well formed, but of other tokens, parent, digest or fingerprint
+|-- StoreUnreachable        the page server did not answer in time or broke off (counts as a miss)
+|-- StoreRefused            the page server answered with an error (memory, loading, read-only)
+|-- WireDesync              a connection that holds bytes nobody asked for (closed, never reused)
+|-- TranscriptError         a transcript entry that cannot be trusted
+|   |-- TranscriptMissing   no entry of that turn
+|   `-- TranscriptDamaged   bytes that are no entry of this version
+`-- IndexEntryDamaged       a snapshot index entry that cannot be read (a hint: ignored and counted)
 """
 
 from __future__ import annotations
