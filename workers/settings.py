@@ -6,10 +6,10 @@ import os
 import socket
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 def _default_worker_id() -> str:
@@ -40,7 +40,6 @@ class WorkerSettings(BaseSettings):
     step_rows: int = Field(default=128, ge=8, le=4096)
     restore: Literal["auto", "always", "never"] = "auto"
     attest: Literal["always", "sampled", "off"] = "sampled"
-    accept_numerics: Literal["same", "any"] = "same"
     park_stateless: Literal["eager", "never"] = "eager"
     park_ttl_s: int = Field(default=24 * 3600, ge=1)
     park_stateless_ttl_s: int = Field(default=900, ge=1)
@@ -50,13 +49,6 @@ class WorkerSettings(BaseSettings):
     drain_grace_s: float = Field(default=20.0, ge=0)
     sweep_s: float = Field(default=1.0, gt=0)
     wire_connections: int = Field(default=4, ge=1, le=64)
-    metrics_port: int | None = None
-    accept_models: Annotated[tuple[str, ...], NoDecode] = ()
-
-    @field_validator("accept_models", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return tuple(v for v in value.split(",") if v) if isinstance(value, str) else value
 
 
 def default_model_path() -> Path:

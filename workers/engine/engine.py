@@ -262,16 +262,15 @@ class Engine:
 
     def _seal_full_pages(self, running: RunningTurn) -> None:
         """Mint every page that has become full and proven, and hand it to parking with an UPLOAD hold."""
-        sequence, chain, page_size = running.sequence, running.turn.chain, self.cache.layout.page_size
+        sequence, pages, page_size = running.sequence, running.turn.pages, self.cache.layout.page_size
         assert sequence is not None
         while running.num_sealed in self.cache.sealable(sequence):
             index = running.num_sealed
             token_ids = tuple(running.ids[index * page_size : (index + 1) * page_size])
-            parent, digest = chain.digest_at(index - 1), chain.digest_for(index, token_ids)
-            page = self.cache.seal(sequence, index, bytes(digest))
+            page = self.cache.seal(sequence, index, pages.digest_of(index, token_ids))
             running.num_sealed += 1
             self.cache.hold(page, HoldKind.UPLOAD)
-            running.turn.on_sealed(SealedEvent(page, parent, digest, token_ids, index))
+            running.turn.on_sealed(SealedEvent(page, index, token_ids))
 
     def _contain(self, turns: list[RunningTurn], error: Exception) -> None:
         _log.error("step of %d turns raised %s", len(turns), type(error).__name__, exc_info=error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpu.cache import SealedPage
 from gpu.plan import SamplingParams, TokenLogprobs
-from snapshot_store.chain import PageDigest, PrefixChain
+from workers.parking.turn_pages import TurnPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,8 @@ class SealedEvent:
     """A page was sealed while a turn ran: what parking needs to store it. The page carries an UPLOAD hold."""
 
     page: SealedPage
-    parent: PageDigest
-    digest: PageDigest
-    token_ids: tuple[int, ...]
     page_index: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ class EngineTurn:
     """
 
     request: EngineRequest
-    chain: PrefixChain
+    pages: TurnPages
     on_sealed: Callable[[SealedEvent], None]
     outputs: queue.SimpleQueue[EngineOutput] = field(default_factory=queue.SimpleQueue)
     admitted: threading.Event = field(default_factory=threading.Event)

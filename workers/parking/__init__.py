@@ -1,0 +1,1 @@
+"""Parking and restoring: the only bridge between `gpu` and `snapshot_store`."""
