@@ -3,6 +3,9 @@
     GpuError
     |-- LayoutError            a layout or format that cannot exist (raised at load)
     |-- ModelFileError         a model file that cannot be trusted or used (raised at load)
+    |   |-- FileTruncated      the file is shorter than its own header says
+    |   |-- TensorMissing      the architecture needs a tensor that the file lacks
+    |   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
     |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
     |-- InvariantViolation     a rule of the cache was broken by our own code (ends the process)
     |   |-- UnprovenAppend     mirror-store counts differ from the plan (quarantine)
@@ -38,6 +41,28 @@ class ModelFileError(GpuError):
         self.field = field
         self.value = value
         self.limit = limit
+
+
+class FileTruncated(ModelFileError):
+    """A model file is shorter than its header says. Raised at load; fetch the file again."""
+
+    def __init__(self, field: str, needed: int, size: int) -> None:
+        super().__init__(field, needed, f"file short by {needed - size} bytes")
+        self.short_by = needed - size
+
+
+class TensorMissing(ModelFileError):
+    """A model file lacks a tensor that its architecture needs. Raised at load."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("tensor", name, f"tensor missing: {name}")
+
+
+class UnsupportedModel(ModelFileError):
+    """A sound model file that asks for something we do not serve. Raised at load; names what is served."""
+
+    def __init__(self, what: str, value: object, served: str) -> None:
+        super().__init__(what, value, f"{what} unsupported, served: {served}")
 
 
 class CapacityError(GpuError):
