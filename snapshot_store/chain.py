@@ -82,7 +82,7 @@ class PrefixChain:
         return self.extend((), token_ids)
 
     def extend(self, known: Sequence[PageDigest], token_ids: Sequence[int]) -> list[PageDigest]:
-        """Digests of the full pages of `token_ids`, the whole list, that follow the `known` ones. Raises BadTokenIds."""
+        """Digests of the full pages of the whole list `token_ids` that follow the `known` ones. Raises BadTokenIds."""
         previous = known[-1] if known else self.root
         added: list[PageDigest] = []
         for index in range(len(known), len(token_ids) // self.page_size):

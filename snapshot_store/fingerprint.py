@@ -79,7 +79,7 @@ class NumericsRecord(FingerprintRecord):
     kind: ClassVar[str] = "numerics"
 
 
-MIXED_NUMERICS: Final = NumericsRecord.of({"numerics": "mixed"})
+MIXED_NUMERICS: Final = NumericsRecord((("numerics", "mixed"),))
 """Numerics of a sequence that reused any page of other numerics; strict workers never read such pages."""
 
 

@@ -6,12 +6,12 @@ miss with a reason. `memory.py`, `redis_store.py` and `faults.py` implement it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from snapshot_store.errors import DamagedRecord
+from snapshot_store.errors import BadPage, DamagedRecord
 from snapshot_store.expected_page import ExpectedPage
 from snapshot_store.record import PageHeader
 
@@ -45,7 +45,7 @@ class FetchRequest:
     """One page to read.
 
     segments: byte lengths of the planes in page order (layer 0 K, layer 0 V, layer 1 K, ...), from KVLayout.
-    into: writable, exactly sum(segments) bytes; mutated while the fetch iterator is alive, never after it is closed.
+    into: writable, exactly sum(segments) bytes; mutated while the fetch generator is alive, never after it is closed.
     Unless the outcome is PagePresent its content is undefined afterwards.
     """
 
@@ -104,15 +104,19 @@ class PageStore(Protocol):
 
     def fetch(
         self, requests: Sequence[FetchRequest], is_quarantined: IsQuarantined = nobody_quarantined
-    ) -> Iterator[FetchOutcome]:
+    ) -> Generator[FetchOutcome, None, None]:
         """Yield one outcome per request, in order, pages read ahead on several connections.
 
-        Closing the iterator early stops what is under way; once it is closed or exhausted no buffer is written.
+        Close the generator (contextlib.closing) to stop what is under way; once it is closed or exhausted no buffer is
+        written any more.
         """
         ...
 
-    def touch(self, keys: Sequence[str], ttl_s: int) -> list[bool]:
-        """Tell which keys are present and make each live at least `ttl_s` seconds more. Raises StoreUnreachable."""
+    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int]) -> list[bool]:
+        """Tell which keys are present and make each live at least `ttl_s` seconds more, in one round trip.
+
+        ttl_s: one for all keys or one for each; it never shortens a life. Raises StoreUnreachable.
+        """
         ...
 
     def delete_if(self, key: str, check: bytes) -> bool:
@@ -122,3 +126,24 @@ class PageStore(Protocol):
     def close(self) -> None:
         """Close the connections. Operations under way end as unreachable."""
         ...
+
+
+def check_requests(requests: Sequence[FetchRequest]) -> None:
+    """Raise BadPage unless each buffer is writable and exactly as long as its segments."""
+    for index, request in enumerate(requests):
+        into = request.into
+        if into.readonly or into.itemsize != 1 or not into.c_contiguous:
+            raise BadPage(f"requests[{index}].into", into.format, "writable contiguous bytes")
+        if len(into) != sum(request.segments):
+            raise BadPage(f"requests[{index}].into", len(into), f"exactly the {sum(request.segments)} bytes of a page")
+
+
+def check_ttls(keys: Sequence[str], ttl_s: int | Sequence[int]) -> list[int]:
+    """One time to live per key. Raises BadPage for another number of them or one below a second."""
+    ttls = [ttl_s] * len(keys) if isinstance(ttl_s, int) else list(ttl_s)
+    if len(ttls) != len(keys):
+        raise BadPage("ttl_s", len(ttls), f"one for each of {len(keys)} keys")
+    for ttl in ttls:
+        if ttl < 1:
+            raise BadPage("ttl_s", ttl, "at least 1 second")
+    return ttls

@@ -1,0 +1,24 @@
+"""A point in time by which an operation on the page server must be over."""
+
+from __future__ import annotations
+
+import time
+
+from snapshot_store.errors import StoreUnreachable
+
+
+class Deadline:
+    """`seconds` from now on the monotonic clock."""
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, more than zero. Raises StoreUnreachable when it has passed."""
+        left = self._at - time.monotonic()
+        if left <= 0.0:
+            raise StoreUnreachable(f"no answer within {self.seconds:g} s")
+        return left
