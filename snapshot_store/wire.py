@@ -41,7 +41,7 @@ class WireConnection:
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._unread = memoryview(b"")
         try:
-            connection.connect()  # type: ignore[no-untyped-call]
+            connection.connect()
             parser_holds_bytes = connection.can_read(timeout=0)
         except redis.AuthenticationError as error:
             raise StoreRefused("AUTH", str(error)) from error
@@ -150,7 +150,7 @@ class WireConnection:
     def close(self) -> None:
         """Close it. Only the thread that uses it may call this."""
         self._unread = memoryview(b"")
-        self._connection.disconnect()  # type: ignore[no-untyped-call]
+        self._connection.disconnect()
         self._socket.close()
 
     def _prove(self, deadline: Deadline) -> None:
