@@ -1,0 +1,243 @@
+"""Dense kernels: products of a few rows with packed weights, in blocks of 64 outputs.
+
+One chunk of a task computes one block of 64 outputs for all rows, so threads share work by output columns and no sum
+is ever split. A task is a row of i64 numbers and addresses; its fields are named below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from gpu.cpu.intrinsics import bits_float, fma, pointer
+from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q8, product_tile
+from gpu.cpu.scalar_math import inverse_root, jit, silu
+from gpu.model.tensors import BLOCK_ROWS, GROUP_COLS
+
+TASK_FIELDS = 48
+OP, CHUNKS, ROWS, INPUTS, X, X_STRIDE, NORM, HIDDEN, HIDDEN_STRIDE, EPS_BITS, MATRICES = range(11)
+FIRST_MATRIX, MATRIX_FIELDS = 12, 8
+STORAGE, BLOCKS, CODES, SCALES, MINIMUMS, OUT, OUT_STRIDE, BIAS = range(MATRIX_FIELDS)
+OP_PRODUCT, OP_ADD, OP_GATED, OP_ATTEND, OP_FOLD = range(5)
+
+UNPACK_ROWS = 8
+PANEL = 128
+PANEL_FLOATS = PANEL * BLOCK_ROWS
+
+_f1x4, _f2x4, _f4x4, _f6x4 = (product_tile(rows, 4, STORED_F32) for rows in (1, 2, 4, 6))
+_f1x1, _f2x1, _f4x1, _f6x1 = (product_tile(rows, 1, STORED_F32) for rows in (1, 2, 4, 6))
+_h1x4, _h2x4, _h4x4 = (product_tile(rows, 4, STORED_BF16) for rows in (1, 2, 4))
+_q1x4, _q2x4, _q4x4 = (product_tile(rows, 4, STORED_Q8) for rows in (1, 2, 4))
+
+
+@jit
+def normalize_rows(task: Any) -> None:
+    """x = RMSNorm(hidden) * weight, row by row; sums of squares over 16 lanes, then in lane order."""
+    rows, width = task[ROWS], task[INPUTS]
+    stride_in, stride_out = task[HIDDEN_STRIDE], task[X_STRIDE]
+    hidden = numba.carray(pointer(task[HIDDEN]), (rows * stride_in,), np.float32)
+    x = numba.carray(pointer(task[X]), (rows * stride_out,), np.float32)
+    weight = numba.carray(pointer(task[NORM]), (width,), np.float32)
+    for row in range(rows):
+        source = hidden[row * stride_in : row * stride_in + width]
+        scale = root_mean_square(source, bits_float(np.int32(task[EPS_BITS])))
+        for i in range(width):
+            x[row * stride_out + i] = np.float32(np.float32(source[i] * scale) * weight[i])
+
+
+@jit
+def root_mean_square(source: Any, eps: float) -> float:
+    """1 / sqrt(mean(x^2) + eps) of source: (n,) f32."""
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0)
+    whole = len(source) // 8 * 8
+    for i in range(0, whole, 8):
+        s0 = fma(source[i], source[i], s0)
+        s1 = fma(source[i + 1], source[i + 1], s1)
+        s2 = fma(source[i + 2], source[i + 2], s2)
+        s3 = fma(source[i + 3], source[i + 3], s3)
+        s4 = fma(source[i + 4], source[i + 4], s4)
+        s5 = fma(source[i + 5], source[i + 5], s5)
+        s6 = fma(source[i + 6], source[i + 6], s6)
+        s7 = fma(source[i + 7], source[i + 7], s7)
+    for i in range(whole, len(source)):
+        s0 = fma(source[i], source[i], s0)
+    total = np.float32(np.float32(np.float32(s0 + s4) + np.float32(s2 + s6))
+                       + np.float32(np.float32(s1 + s5) + np.float32(s3 + s7)))  # fmt: skip
+    return inverse_root(np.float32(np.float32(total / np.float32(len(source))) + eps))
+
+
+@jit
+def product_chunk(task: Any, chunk: int, scratch: int) -> None:
+    """Compute block `chunk` of a product task. scratch: address of PANEL_FLOATS f32."""
+    if task[OP] == OP_GATED:
+        _block(task, FIRST_MATRIX, chunk, scratch)
+        _block(task, FIRST_MATRIX + MATRIX_FIELDS, chunk, scratch)
+        _gate(task, chunk)
+        return
+    matrix, block = FIRST_MATRIX, chunk
+    while block >= task[matrix + BLOCKS]:
+        block -= task[matrix + BLOCKS]
+        matrix += MATRIX_FIELDS
+    _block(task, matrix, block, scratch)
+    if task[OP] == OP_ADD:
+        _add_residual(task, matrix, block)
+    elif task[matrix + BIAS]:
+        _add_bias(task, matrix, block)
+
+
+@jit
+def product_f32(
+    x: int, x_stride: int, w: int, w_stride: int, num: int, out: int, out_stride: int, rows: int, width: int, chain: int
+) -> None:
+    """out (rows, width) = x (rows, num) times w (num, width), all f32 at addresses; width a multiple of 16."""
+    for column in range(0, width // 64 * 64, 64):
+        _wide(x, x_stride, w + 4 * column, w_stride, num, out + 4 * column, out_stride, rows, chain)
+    for column in range(width // 64 * 64, width, 16):
+        _narrow(x, x_stride, w + 4 * column, w_stride, num, out + 4 * column, out_stride, rows, chain)
+
+
+@jit
+def _block(task: Any, matrix: int, block: int, scratch: int) -> None:
+    """One block of 64 outputs of one matrix, for all rows, into the matrix's out."""
+    rows, num, storage = task[ROWS], task[INPUTS], task[matrix + STORAGE]
+    width = 4 if storage == STORED_F32 else 2 if storage == STORED_BF16 else 1
+    codes = task[matrix + CODES] + block * num * BLOCK_ROWS * width
+    groups = block * (num // GROUP_COLS) * BLOCK_ROWS * 4
+    scales, minimums = task[matrix + SCALES] + groups, task[matrix + MINIMUMS] + groups
+    out, stride = task[matrix + OUT] + block * BLOCK_ROWS * 4, task[matrix + OUT_STRIDE]
+    x, x_stride = task[X], task[X_STRIDE]
+    if storage == STORED_F32:
+        _wide(x, x_stride, codes, BLOCK_ROWS, num, out, stride, rows, 0)
+    elif rows < UNPACK_ROWS:
+        _packed(storage, x, x_stride, codes, scales, minimums, num, out, stride, rows)
+    else:
+        for first in range(0, num, PANEL):
+            count = min(PANEL, num - first)
+            offset = first // GROUP_COLS * BLOCK_ROWS * 4
+            panel = codes + first * BLOCK_ROWS * width
+            _unpack(storage, panel, scales + offset, minimums + offset, count, scratch)
+            _wide(x + 4 * first, x_stride, scratch, BLOCK_ROWS, count, out, stride, rows, 1 if first else 0)
+
+
+@jit
+def _unpack(storage: int, codes: int, scales: int, minimums: int, num: int, scratch: int) -> None:
+    """Weights of `num` inputs as f32 [num][64]: the values that the packed tiles make in registers."""
+    dense = numba.carray(pointer(scratch), (num * BLOCK_ROWS,), np.float32)
+    if storage == STORED_BF16:
+        halves = numba.carray(pointer(codes), (num * BLOCK_ROWS,), np.uint16)
+        for i in range(num * BLOCK_ROWS):
+            dense[i] = bits_float(np.int32(np.int32(halves[i]) << np.int32(16)))
+        return
+    bytes_ = numba.carray(pointer(codes), (num * BLOCK_ROWS,), np.uint8)
+    scale = numba.carray(pointer(scales), (num // GROUP_COLS * BLOCK_ROWS,), np.float32)
+    minimum = numba.carray(pointer(minimums), (num // GROUP_COLS * BLOCK_ROWS,), np.float32)
+    for k in range(num):
+        group = k // GROUP_COLS * BLOCK_ROWS
+        for j in range(BLOCK_ROWS):
+            dense[k * BLOCK_ROWS + j] = fma(scale[group + j], np.float32(bytes_[k * BLOCK_ROWS + j]), minimum[group + j])
+
+
+@jit
+def _packed(
+    storage: int, x: int, x_stride: int, w: int, s: int, m: int, num: int, out: int, out_stride: int, rows: int
+) -> None:
+    """A few rows, weights unpacked in registers."""
+    row = 0
+    while row < rows:
+        left = rows - row
+        x_row, out_row = x + 4 * row * x_stride, out + 4 * row * out_stride
+        step = 4 if left >= 4 else 2 if left >= 2 else 1
+        if storage == STORED_Q8:
+            if step == 4:
+                _q4x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+            elif step == 2:
+                _q2x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+            else:
+                _q1x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+        elif step == 4:
+            _h4x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+        elif step == 2:
+            _h2x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+        else:
+            _h1x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+        row += step
+
+
+@jit
+def _wide(x: int, x_stride: int, w: int, w_stride: int, num: int, out: int, out_stride: int, rows: int, chain: int) -> None:
+    """64 outputs of f32 weights for all rows."""
+    row = 0
+    while row < rows:
+        left = rows - row
+        x_row, out_row = x + 4 * row * x_stride, out + 4 * row * out_stride
+        if left >= 6 and left != 8:
+            _f6x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 6
+        elif left >= 4:
+            _f4x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 4
+        elif left >= 2:
+            _f2x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 2
+        else:
+            _f1x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 1
+
+
+@jit
+def _narrow(
+    x: int, x_stride: int, w: int, w_stride: int, num: int, out: int, out_stride: int, rows: int, chain: int
+) -> None:
+    """16 outputs of f32 weights for all rows."""
+    row = 0
+    while row < rows:
+        left = rows - row
+        x_row, out_row = x + 4 * row * x_stride, out + 4 * row * out_stride
+        if left >= 6:
+            _f6x1(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 6
+        elif left >= 4:
+            _f4x1(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 4
+        elif left >= 2:
+            _f2x1(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 2
+        else:
+            _f1x1(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 1
+
+
+@jit
+def _gate(task: Any, block: int) -> None:
+    """gate = silu(gate) * up on one block."""
+    rows, stride = task[ROWS], task[FIRST_MATRIX + OUT_STRIDE]
+    gate = numba.carray(pointer(task[FIRST_MATRIX + OUT]), (rows * stride,), np.float32)
+    up = numba.carray(pointer(task[FIRST_MATRIX + MATRIX_FIELDS + OUT]), (rows * stride,), np.float32)
+    for row in range(rows):
+        first = row * stride + block * BLOCK_ROWS
+        for i in range(first, first + BLOCK_ROWS):
+            gate[i] = np.float32(silu(gate[i]) * up[i])
+
+
+@jit
+def _add_residual(task: Any, matrix: int, block: int) -> None:
+    """hidden += out on one block."""
+    rows, stride, hidden_stride = task[ROWS], task[matrix + OUT_STRIDE], task[HIDDEN_STRIDE]
+    out = numba.carray(pointer(task[matrix + OUT]), (rows * stride,), np.float32)
+    hidden = numba.carray(pointer(task[HIDDEN]), (rows * hidden_stride,), np.float32)
+    for row in range(rows):
+        for i in range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS):
+            hidden[row * hidden_stride + i] = np.float32(hidden[row * hidden_stride + i] + out[row * stride + i])
+
+
+@jit
+def _add_bias(task: Any, matrix: int, block: int) -> None:
+    """out += bias on one block; the bias is padded to whole blocks."""
+    rows, stride = task[ROWS], task[matrix + OUT_STRIDE]
+    out = numba.carray(pointer(task[matrix + OUT]), (rows * stride,), np.float32)
+    bias = numba.carray(pointer(task[matrix + BIAS]), ((block + 1) * BLOCK_ROWS,), np.float32)
+    for row in range(rows):
+        for i in range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS):
+            out[row * stride + i] = np.float32(out[row * stride + i] + bias[i])
