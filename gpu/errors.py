@@ -6,6 +6,7 @@
     |   |-- FileTruncated      the file is shorter than its own header says
     |   |-- TensorMissing      the architecture needs a tensor that the file lacks
     |   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
+    |-- PlanError              a step plan or a call that breaks the cache's contract, refused before anything is queued
     |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
     |-- InvariantViolation     a rule of the cache was broken by our own code (ends the process)
     |   |-- UnprovenAppend     mirror-store counts differ from the plan (quarantine)
@@ -63,6 +64,16 @@ class UnsupportedModel(ModelFileError):
 
     def __init__(self, what: str, value: object, served: str) -> None:
         super().__init__(what, value, f"{what} unsupported, served: {served}")
+
+
+class PlanError(GpuError):
+    """A step plan or cache call that breaks the contract. Refused before anything changes; a bug of the caller."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}={value!r}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
 
 
 class CapacityError(GpuError):

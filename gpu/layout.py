@@ -83,7 +83,8 @@ class KVLayout:
     @property
     def cell_bytes(self) -> int:
         """Bytes of one cell without alignment: K and V of one position in every layer."""
-        per_head = sum(f.code_bytes(self.head_dim) + f.scale_bytes(self.head_dim) for f in (self.k_format, self.v_format))
+        formats = (self.k_format, self.v_format)
+        per_head = sum(fmt.code_bytes(self.head_dim) + fmt.scale_bytes(self.head_dim) for fmt in formats)
         return self.num_layers * self.num_kv_heads * per_head
 
     def _plane_bytes(self, fmt: PlaneFormat) -> int:

@@ -67,7 +67,7 @@ def encode(fmt: PlaneFormat, x: NDArray[np.float32]) -> tuple[NDArray[np.uint8],
 
 
 def decode(fmt: PlaneFormat, codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Stored bytes back to f32, still rotated where `fmt` rotates: codes (..., code_bytes), scales (..., scale_bytes)."""
+    """Stored codes (..., code_bytes) and scales (..., scale_bytes) back to f32, still rotated where `fmt` rotates."""
     if fmt.bits == 16:
         return np.ascontiguousarray(codes).view(np.float16).astype(np.float32)
     scale = np.ascontiguousarray(scales).view(np.float16).astype(np.float32)

@@ -1,0 +1,55 @@
+"""The `cpu` backend: a step is computed inside `launch`, and the mirror page is itself the resident copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu.cache import KVCache
+from gpu.errors import GpuError
+from gpu.host_step import HostStep, StepModel
+from gpu.plan import StepPlan, StepResult
+from gpu.sampling import Sampler
+
+if TYPE_CHECKING:
+    from gpu.model.config import ModelConfig
+
+
+class FinishedStep:
+    """A step whose event has passed: its result, or the error that its proof raised."""
+
+    def __init__(self, outcome: StepResult | GpuError) -> None:
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        """Always true."""
+        return True
+
+    def wait(self) -> StepResult:
+        """The result. Raises what the step's proof raised."""
+        if isinstance(self._outcome, GpuError):
+            raise self._outcome
+        return self._outcome
+
+
+class CpuBackend:
+    """Implements `gpu.backend.Backend` on the host."""
+
+    name = "cpu"
+    pipeline_depth = 0
+
+    def __init__(self, model: StepModel, cache: KVCache, sampler: Sampler, max_rows: int) -> None:
+        self.config: ModelConfig = model.config
+        self.cache = cache
+        self.max_rows = max_rows
+        self._step = HostStep(model, cache, sampler, max_rows)
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """Compute the step. Errors of its proof are raised by `wait`, errors of the plan here."""
+        computed = self._step.compute(plan)
+        try:
+            return FinishedStep(self._step.finish(computed))
+        except GpuError as error:
+            return FinishedStep(error)
+
+    def close(self) -> None:
+        """No step is ever left queued."""

@@ -1,0 +1,151 @@
+"""Pages with their bytes: handing out, proving and comparing. Shared by sequences, steps and restores of one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.device_memory import DeviceMemory
+from gpu.errors import LayoutError, MirrorDivergence, PoisonedPage, WriteOutOfBounds, invariant
+from gpu.layout import KVLayout
+from gpu.mirror import MirrorArena
+from gpu.pages import FillPage, HoldKind, Page, PagePool, PageState, SealedPage
+from gpu.proof import Attest, AttestSchedule, Poison, equal_cells
+from gpu.residency import Residency
+from gpu.sequence import Sequence
+
+
+class PageMemory:
+    """The mirror cut into pages, their device copies, and the checks on both."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        mirror: MirrorArena,
+        device: DeviceMemory,
+        poison: Poison,
+        attest: Attest,
+        resident_cells: int | None,
+    ) -> None:
+        self.layout = layout
+        self.mirror = mirror
+        self.device = device
+        self.num_pages = mirror.num_bytes // layout.page_bytes
+        if self.num_pages == 0:
+            raise LayoutError("mirror_bytes", mirror.num_bytes, f"must hold a page of {layout.page_bytes} bytes")
+        if resident_cells is not None and resident_cells < 0:
+            raise LayoutError("resident_cells", resident_cells, "must not be negative")
+        max_sealed = None if resident_cells is None else resident_cells // layout.page_size
+        self.residency = Residency(device, self.num_pages, layout.page_bytes, max_sealed)
+        self.pool = PagePool(self.num_pages, self.residency.free)
+        self.num_poisoned = 0
+        self._poison = poison
+        self._tail_checks = AttestSchedule(attest)
+        self._device_checks = AttestSchedule(attest)
+        self._attest = attest
+
+    def view(self, page: Page) -> NDArray[np.uint8]:
+        """The page's bytes in the mirror: (page_bytes,) u8."""
+        start = page.index * self.layout.page_bytes
+        return self.mirror.array[start : start + self.layout.page_bytes]
+
+    def sealed(self, page: Page) -> SealedPage:
+        """The capability of a sealed page."""
+        invariant(page.digest is not None, PoisonedPage, f"page {page.index} is {page.state.value}, not sealed")
+        return SealedPage(page.digest or b"", page, page.generation, self._buffer(page).toreadonly())
+
+    def take_open(self, num_pages: int, first_depth: int) -> list[Page]:
+        """Poisoned pages with a sequence hold and, on a device, a poisoned slot.
+
+        Raises CapacityError with nothing changed, PoisonedPage if a page is not wholly poisoned.
+        """
+        self.residency.check_room(num_pages, self.pool)
+        fresh = self.pool.take(num_pages, HoldKind.SEQUENCE, PageState.OPEN)
+        try:
+            for depth, page in enumerate(fresh, first_depth):
+                page.depth = depth
+                self._hand_out(page)
+                self.residency.open(page, self.pool)
+        except PoisonedPage:
+            self.release(fresh)
+            raise
+        return fresh
+
+    def take_filling(self, num_pages: int) -> list[FillPage]:
+        """Poisoned pages with a fill hold. Raises CapacityError with nothing changed."""
+        fresh = self.pool.take(num_pages, HoldKind.FILL, PageState.FILLING)
+        for page in fresh:
+            self._hand_out(page)
+        return [FillPage(page, page.generation, self._buffer(page)) for page in fresh]
+
+    def release(self, pages: Iterable[Page]) -> None:
+        """Drop sequence holds, last page first, so that the deep end of a chain is evicted first."""
+        for page in reversed(list(pages)):
+            self.pool.release(page, HoldKind.SEQUENCE)
+
+    def publish(self, page: Page, digest: bytes, own_numerics: bool) -> None:
+        """Make a proven page the one with this digest."""
+        page.own_numerics = own_numerics
+        self.pool.publish(page, digest)
+        self.residency.note_sealed(page)
+
+    def prove_stored(self, page: Page) -> None:
+        """Raise PoisonedPage if a cell of a full page was never stored."""
+        if self._poison.present(self.view(page)):
+            page.tainted = True
+            raise PoisonedPage(f"page {page.index} at depth {page.depth}: a cell was counted but never stored")
+
+    def prove_mirror(self, page: Page) -> None:
+        """Where attest asks for it, compare a full page with its device copy. Raises MirrorDivergence."""
+        if self.residency.slot(page) >= 0 and self._device_checks.due():
+            self.compare_device(page, self.layout.page_size)
+
+    def compare_device(self, page: Page, num_cells: int) -> None:
+        """Raise MirrorDivergence unless cells 0 .. num_cells - 1 of mirror and device are equal."""
+        if not self.device.equal(self.residency.slot(page), self.view(page), num_cells):
+            page.tainted = True
+            raise MirrorDivergence(f"page {page.index} at depth {page.depth}: mirror and device bytes differ")
+
+    def compare_known(self, page: Page, known: Page, own_numerics: bool) -> None:
+        """Under attest `always`, raise MirrorDivergence if two pages of one digest and our numerics differ."""
+        if self._attest is not Attest.ALWAYS or not (own_numerics and known.own_numerics):
+            return
+        if not equal_cells(self.layout, self.view(page), self.view(known), self.layout.page_size):
+            page.tainted = True
+            raise MirrorDivergence(f"pages {page.index} and {known.index} have one digest and different bytes")
+
+    def poison_tail(self, sequence: Sequence) -> None:
+        """Poison the last page's cells beyond the sequence's length in the mirror."""
+        depth, cell = divmod(sequence.length, self.layout.page_size)
+        if cell:
+            self._poison.set(self.view(sequence.pages[depth]), cell)
+
+    def check_tails(self, sequences: Iterable[Sequence]) -> None:
+        """Where attest asks for it, raise WriteOutOfBounds if cells beyond a sequence's length were written.
+
+        Looks at the page that the length ends in and at the one behind it.
+        """
+        if not self._tail_checks.due():
+            return
+        for sequence in sequences:
+            if sequence.closed or sequence.failed or sequence.num_stale:
+                continue
+            depth, cell = divmod(sequence.length, self.layout.page_size)
+            for page, first in zip(sequence.pages[depth : depth + 2], (cell, 0), strict=False):
+                intact = self._poison.intact(self.view(page), first)
+                invariant(intact, WriteOutOfBounds, f"{sequence}: cells beyond its length were written")
+
+    def is_filled(self, page: Page) -> bool:
+        """Whether no cell of a page holds poison."""
+        return not self._poison.present(self.view(page))
+
+    def _hand_out(self, page: Page) -> None:
+        view = self.view(page)
+        self._poison.set(view)
+        invariant(self._poison.intact(view), PoisonedPage, f"page {page.index} was to be handed out without poison")
+        self.num_poisoned += 1
+
+    def _buffer(self, page: Page) -> memoryview:
+        return self.mirror.view(page.index * self.layout.page_bytes, self.layout.page_bytes)
