@@ -161,7 +161,7 @@ def _real(fields: dict[str, Any], name: str, default: float) -> float:
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelFileError(name, value, "must be a number")
-    return float(value)
+    return float(np.float32(value))  # as GGUF stores it, so that both formats give one configuration
 
 
 def _optional_id(fields: dict[str, Any], name: str) -> int | None:
