@@ -36,7 +36,7 @@ def accept(
     parent_transcript = transcript_key(request.tenant, request.parent_id) if request.parent_id else ""
     transcript_key(request.tenant, request.turn_id)  # the commit's key must be possible before the turn is accepted
     return ScriptCall(
-        script=load_script("accept", flags=""),
+        script=load_script("accept"),
         keys=(),
         args=(
             request.turn_id, request.tenant, request.model, pack_request(request),

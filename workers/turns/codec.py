@@ -72,6 +72,23 @@ def unpack_request(data: bytes) -> TurnRequest:
     return TurnRequest(**body)
 
 
+def pack_messages(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    """Pack messages so that packed lists may be joined as bytes; none are b"". Raises BadTurnData."""
+    return pack([dict(message) for message in messages]) if messages else b""
+
+
+def unpack_messages(data: bytes) -> tuple[dict[str, Any], ...]:
+    """Unpack joined lists of messages. Raises BadTurnData."""
+    if len(data) > MAX_REQUEST_BYTES:
+        raise BadTurnData("messages", f"{len(data)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
+    unpacker = msgpack.Unpacker(raw=False, strict_map_key=True, max_buffer_size=MAX_REQUEST_BYTES)
+    unpacker.feed(data)
+    try:
+        return tuple(_mapping("message", message) for messages in unpacker for message in messages)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise BadTurnData("messages", data[:16], f"msgpack ({type(error).__name__})") from error
+
+
 def pack_events(events: Sequence[TurnEvent]) -> bytes:
     """Pack consecutive events into one stream entry. Raises BadTurnData when they are none or not consecutive."""
     if not events:

@@ -7,11 +7,11 @@ from typing import Any
 
 from snapshot_store.keys import transcript_key
 from snapshot_store.transcript import CacheScope, TranscriptEntry
-from workers.turns.codec import pack, unpack
+from snapshot_store.transcript_codec import decode_entry
+from workers.turns.codec import pack, pack_messages, unpack, unpack_messages
 from workers.turns.outcomes import ConversationView
 from workers.turns.replies import fields_of, maybe_text, text
 from workers.turns.script import ScriptCall, load_script
-from workers.turns.transcripts import decode_entry
 
 RETENTION_S = 30 * 24 * 3600
 
@@ -28,7 +28,7 @@ def create_conversation(
 
     None when the id belongs to another tenant or was deleted. It lives `retention_s` after its last change.
     """
-    args = (conversation_id, tenant, pack(dict(metadata or {})), _pack_messages(messages), retention_s)
+    args = (conversation_id, tenant, pack(dict(metadata or {})), pack_messages(messages), retention_s)
     return ScriptCall(load_script("create_conversation", flags=""), (), args, _parse_view)
 
 
@@ -49,7 +49,7 @@ def add_messages(
     tenant: str, conversation_id: str, messages: Sequence[Mapping[str, Any]], *, change_id: str
 ) -> ScriptCall[ConversationView | None]:
     """Add messages by hand; the next accepted turn takes them. change_id makes a repeat harmless."""
-    args = (conversation_id, tenant, "messages", _pack_messages(messages), change_id)
+    args = (conversation_id, tenant, "messages", pack_messages(messages), change_id)
     return ScriptCall(load_script("update_conversation", flags=""), (), args, _parse_view)
 
 
@@ -74,16 +74,11 @@ def conversation_entries(
     return ScriptCall(load_script("conversation_entries", flags="no-writes"), (), args, parse)
 
 
-def _pack_messages(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    return pack([dict(message) for message in messages]) if messages else b""
-
-
 def _parse_view(reply: Any) -> ConversationView | None:
     if reply is None:
         return None
     conversation_id, flat, open_turns, num_turns = reply
     record = fields_of(flat)
-    pending = record.get("pending")
     scope = maybe_text(record.get("scope"))
     return ConversationView(
         conversation_id=text(conversation_id),
@@ -93,7 +88,7 @@ def _parse_view(reply: Any) -> ConversationView | None:
         head=maybe_text(record.get("head")),
         root_id=maybe_text(record.get("root")),
         scope=CacheScope(scope) if scope else None,
-        pending=tuple(unpack("pending", pending)) if pending else (),
+        pending=unpack_messages(record.get("pending", b"")),
         open_turns=tuple(map(text, open_turns)),
         num_turns=int(num_turns),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snapshot_store.transcript import CacheScope
-from workers.turns.codec import unpack, unpack_ids, unpack_request
+from workers.turns.codec import unpack_ids, unpack_messages, unpack_request
 from workers.turns.events import EventKind, TurnState
 from workers.turns.outcomes import Dispatch, EndReply, RenewReply
 from workers.turns.records import ClaimedTurn, Lease
@@ -110,7 +110,7 @@ def _parse_claim(reply: Any) -> ClaimedTurn | None:
     record = fields_of(flat)
     events = stream_events(entries)
     request = unpack_request(record["request"])
-    pending = unpack("pending", record["pending"]) if record["pending"] else []
+    pending = unpack_messages(record["pending"])
     request = replace(request, messages=(*pending, *request.messages), scope=CacheScope(text(record["scope"])))
     return ClaimedTurn(
         lease=Lease(

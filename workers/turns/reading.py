@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from snapshot_store.keys import transcript_key
+from snapshot_store.transcript_codec import decode_entry
 from workers.turns.codec import unpack_events, unpack_request
 from workers.turns.events import EventKind, TurnEvent, TurnState
 from workers.turns.outcomes import TurnView
 from workers.turns.replies import fields_of, maybe_text, stream_events, text
 from workers.turns.script import ScriptCall, load_script
-from workers.turns.transcripts import decode_entry
 
 
 def get_turn(tenant: str, turn_id: str) -> ScriptCall[TurnView | None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from snapshot_store.keys import transcript_key
 from snapshot_store.transcript import TranscriptEntry
+from snapshot_store.transcript_codec import encode_entry
 from workers.turns.codec import pack_events, pack_ids, unpack_ids
 from workers.turns.errors import BadTurnData
 from workers.turns.events import EventKind, TurnEvent, TurnState
@@ -15,7 +16,6 @@ from workers.turns.outcomes import AppendReply, EndReply, FrozenPrompt
 from workers.turns.records import Lease
 from workers.turns.replies import dispatches, maybe_text, raise_refusal, text
 from workers.turns.script import ScriptCall, load_script
-from workers.turns.transcripts import encode_entry
 
 COMMITTED_STATES = (TurnState.COMPLETED, TurnState.INCOMPLETE)
 
