@@ -136,7 +136,9 @@ def _unpack(storage: int, codes: int, scales: int, minimums: int, num: int, scra
     for k in range(num):
         group = k // GROUP_COLS * BLOCK_ROWS
         for j in range(BLOCK_ROWS):
-            dense[k * BLOCK_ROWS + j] = fma(scale[group + j], np.float32(bytes_[k * BLOCK_ROWS + j]), minimum[group + j])
+            dense[k * BLOCK_ROWS + j] = fma(
+                scale[group + j], np.float32(bytes_[k * BLOCK_ROWS + j]), minimum[group + j]
+            )
 
 
 @jit
@@ -166,7 +168,9 @@ def _packed(
 
 
 @jit
-def _wide(x: int, x_stride: int, w: int, w_stride: int, num: int, out: int, out_stride: int, rows: int, chain: int) -> None:
+def _wide(
+    x: int, x_stride: int, w: int, w_stride: int, num: int, out: int, out_stride: int, rows: int, chain: int
+) -> None:
     """64 outputs of f32 weights for all rows."""
     row = 0
     while row < rows:
@@ -241,3 +245,40 @@ def _add_bias(task: Any, matrix: int, block: int) -> None:
     for row in range(rows):
         for i in range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS):
             out[row * stride + i] = np.float32(out[row * stride + i] + bias[i])
+
+
+@jit
+def gather_rows(storage: int, codes: int, scales: int, minimums: int, ids: Any, out: Any) -> None:
+    """out[r, :num_cols] = row ids[r] of a packed matrix. out: (R, num_cols) f32."""
+    num = out.shape[1]
+    for r in range(len(ids)):
+        block, lane = ids[r] // BLOCK_ROWS, ids[r] % BLOCK_ROWS
+        first = block * num * BLOCK_ROWS + lane
+        if storage == STORED_F32:
+            values = numba.carray(pointer(codes), (first + num * BLOCK_ROWS,), np.float32)
+            for k in range(num):
+                out[r, k] = values[first + k * BLOCK_ROWS]
+        elif storage == STORED_BF16:
+            halves = numba.carray(pointer(codes), (first + num * BLOCK_ROWS,), np.uint16)
+            for k in range(num):
+                out[r, k] = bits_float(np.int32(np.int32(halves[first + k * BLOCK_ROWS]) << np.int32(16)))
+        else:
+            bytes_ = numba.carray(pointer(codes), (first + num * BLOCK_ROWS,), np.uint8)
+            start = block * (num // GROUP_COLS) * BLOCK_ROWS + lane
+            scale = numba.carray(pointer(scales), (start + num // GROUP_COLS * BLOCK_ROWS,), np.float32)
+            minimum = numba.carray(pointer(minimums), (start + num // GROUP_COLS * BLOCK_ROWS,), np.float32)
+            for k in range(num):
+                group = start + k // GROUP_COLS * BLOCK_ROWS
+                out[r, k] = fma(scale[group], np.float32(bytes_[first + k * BLOCK_ROWS]), minimum[group])
+
+
+@jit
+def normalize_heads(x: Any, weight: Any, eps: float) -> None:
+    """RMSNorm of every head in place. x: (R, heads, head_dim) f32, weight: (head_dim,) f32."""
+    rows, heads, head_dim = x.shape
+    for row in range(rows):
+        for head in range(heads):
+            vector = x[row, head]
+            scale = root_mean_square(vector, eps)
+            for i in range(head_dim):
+                vector[i] = np.float32(np.float32(vector[i] * scale) * weight[i])
