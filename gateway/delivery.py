@@ -1,0 +1,181 @@
+"""From turns to an HTTP answer: wait for the end, or stream, until the reply, a fault, or the client's leave.
+
+One `Delivery` serves one request. It never decides what a reply looks like (`Folder`), nor what becomes of the turns
+when the client leaves (`abandon`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import ApiError, TimedOut
+from gateway.feed import Arrival, TurnFeed
+from gateway.http import Gateway
+from gateway.sse import HEARTBEAT, ClientGone, EventStream, Frame, encode, while_connected
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Folder(Protocol):
+    """Turns events into frames."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every turn has ended."""
+        ...
+
+    def add(self, arrival: Arrival) -> list[Frame]:
+        """Frames of one event that the client does not have yet. Raises ApiError for a turn without a reply."""
+        ...
+
+    def closing(self) -> list[bytes]:
+        """What follows the last frame of a whole stream."""
+        ...
+
+    def fault(self, error: ApiError) -> list[bytes]:
+        """What follows when the stream cannot go on."""
+        ...
+
+
+class Delivery:
+    """Delivers the reply of a request's turns, which all run on `model`."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        tenant: str,
+        turn_ids: Sequence[str],
+        model: str,
+        folder: Folder,
+        abandon: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._gateway = gateway
+        self._model = model
+        self._folder = folder
+        self._abandon = abandon
+        self._feed = TurnFeed(gateway.turns, tenant, turn_ids)
+        self._has_started = False
+
+    async def collect(self, request: Request) -> Response | None:
+        """Fold all events; None when the reply is whole, an empty answer when the client has left.
+
+        Raises ApiError for a turn without a reply, a fault of the service, or the gateway's time limit.
+        """
+        with self._gateway.metrics.waiting("whole"):
+            self._feed.open()
+            try:
+                await while_connected(request, self._fold_all())
+            except ClientGone:
+                await self._abandon()
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            except ApiError:
+                await self._abandon()
+                raise
+            finally:
+                await self._feed.close()
+        return None
+
+    async def stream(self, request: Request) -> Response:
+        """The event stream, once the first event is there or `first_event_s` have passed.
+
+        Raises ApiError when the first event already tells that there will be no reply.
+        """
+        self._feed.open()
+        try:
+            first = await while_connected(request, self._feed.next(self._gateway.settings.first_event_s))
+            frames = self._fold(first) if first else None
+        except BaseException as error:
+            await self._feed.close()
+            if not isinstance(error, ClientGone):
+                raise
+            await self._abandon()
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return EventStream(self._chunks(frames), self._abandon)
+
+    async def _fold_all(self) -> None:
+        give_up_at = time.monotonic() + self._gateway.settings.request_timeout_s
+        while not self._folder.is_done:
+            arrival = await self._feed.next(_TICK_S)
+            if arrival is not None:
+                self._fold(arrival)
+                continue
+            self._gateway.fleet.check_served(self._model, self._has_started)
+            if time.monotonic() > give_up_at:
+                raise TimedOut(
+                    f"no reply within {self._gateway.settings.request_timeout_s:g} s; use a stream or 'background'",
+                    code="timeout",
+                )
+
+    def _fold(self, arrival: Arrival) -> list[Frame]:
+        self._has_started = True
+        return self._folder.add(arrival)
+
+    async def _chunks(self, first: list[Frame] | None) -> AsyncIterator[bytes]:
+        with self._gateway.metrics.waiting("stream"):
+            try:
+                yield HEARTBEAT if first is None else b"".join(map(encode, first))
+                async for chunk in self._rest():
+                    yield chunk
+                for chunk in self._folder.closing():
+                    yield chunk
+            except ApiError as error:
+                for chunk in self._folder.fault(error):
+                    yield chunk
+                await self._abandon()
+            except Exception:
+                logger.exception("a stream ended by a fault of the gateway")
+                for chunk in self._folder.fault(ApiError("internal error", code="server_error")):
+                    yield chunk
+                await self._abandon()
+            finally:
+                await self._feed.close()
+
+    async def _rest(self) -> AsyncIterator[bytes]:
+        heartbeat_at = time.monotonic() + self._gateway.settings.heartbeat_s
+        while not self._folder.is_done:
+            arrival = await self._feed.next(_TICK_S)
+            if arrival is not None:
+                yield b"".join(map(encode, self._fold(arrival)))
+            else:
+                self._gateway.fleet.check_served(self._model, self._has_started)
+                if time.monotonic() < heartbeat_at:
+                    continue
+                yield HEARTBEAT
+            heartbeat_at = time.monotonic() + self._gateway.settings.heartbeat_s
+
+
+def leave_running() -> Callable[[], Awaitable[None]]:
+    """For turns that go on without their client: stored responses, background, idempotent requests."""
+
+    async def abandon() -> None:
+        return None
+
+    return abandon
+
+
+def cancel_all(gateway: Gateway, tenant: str, turn_ids: Sequence[str]) -> Callable[[], Awaitable[None]]:
+    """For turns that nobody can ask for any more: cancel them. Best effort, bounded in time."""
+
+    async def abandon() -> None:
+        gateway.metrics.abandoned.inc(len(turn_ids))
+        cancels = [gateway.turns.cancel(tenant, turn_id) for turn_id in turn_ids]
+        try:
+            results = await asyncio.wait_for(
+                asyncio.gather(*cancels, return_exceptions=True), gateway.settings.control_timeout_s
+            )
+        except TimeoutError:
+            results = [TimeoutError()]
+        if any(isinstance(result, BaseException) for result in results):
+            logger.warning("could not cancel %s after its client left; the reply will be thrown away", turn_ids[0])
+
+    return abandon
