@@ -60,7 +60,7 @@ lock:  ## Resolve requirements/*.lock again.
 	bash requirements/lock.sh
 
 check-images: $(VENV)/.installed  ## Validate compose and Kubernetes files; run the images' install steps in a clean environment.
-	bash deploy/check_images.sh
+	$(BIN)/python -m deploy.check_images
 
 clean:  ## Remove .venv and caches.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
