@@ -53,9 +53,8 @@ def test_accept_over_tenant_limit_leaves_other_tenants_alone(control: TurnContro
 def test_accept_above_memory_fraction_answers_memory_full_and_writes_nothing(
     start_server: Callable[..., ValkeyServer],
 ) -> None:
-    server = start_server("control", maxmemory="8mb")
-    control = TurnControl(connect(server.url))
-    control.client.set("filler", b"x" * (6 << 20))
+    control = TurnControl(connect(start_server("control").url))
+    control.client.config_set("maxmemory", int(control.client.info("memory")["used_memory"] * 1.1))
     assert accept_turn(control, "a").kind is AcceptKind.MEMORY_FULL
     assert control.client.exists("kvalet:-:turn:a") == 0
 

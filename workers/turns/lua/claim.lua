@@ -46,7 +46,8 @@ local function consider(id, served)
     turn = turn,
     is_deferred = not is_hot and turn.worker == '' and turn.hot ~= '' and waited < affinity_wait_ms
       and is_free_elsewhere(turn.hot),
-    level = waited > STARVED_MS and math.huge or tonumber(turn.priority),
+    is_starved = waited > STARVED_MS,
+    level = tonumber(turn.priority),
     served = served,
     rank = rank(turn) - (is_hot and affinity_wait_ms or 0),
   }
@@ -73,7 +74,11 @@ local function goes_before(a, b)
   return a.turn.id < b.turn.id
 end
 
-local best
+local highest, best = -math.huge, nil
+for _, candidate in ipairs(candidates) do highest = math.max(highest, candidate.level) end
+for _, candidate in ipairs(candidates) do
+  if candidate.is_starved then candidate.level = highest end
+end
 for _, candidate in ipairs(candidates) do
   if not best or goes_before(candidate, best) then best = candidate end
 end

@@ -1,0 +1,272 @@
+"""Leases on a real server: claim, renew, release, expiry, crashes, and who goes first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.services import ValkeyServer
+from tests.turn_factory import (
+    LIMITS,
+    accept_turn,
+    accepted,
+    claimed,
+    complete,
+    delta,
+    entry,
+    request,
+    started,
+    terminal,
+    worker,
+)
+from workers.registry import WorkerRecord, beat
+from workers.turns import calls
+from workers.turns.control import TurnControl, connect
+from workers.turns.errors import StaleLease, TurnEnded
+from workers.turns.events import TurnState
+from workers.turns.outcomes import Dispatch
+from workers.turns.records import ClaimedTurn
+
+QUICK = worker("quick", lease_s=0.05)
+
+
+@pytest.fixture
+def control(control_server: ValkeyServer) -> Iterator[TurnControl]:
+    yield TurnControl(connect(control_server.url))
+
+
+def crash(control: TurnControl, turn_id: str) -> ClaimedTurn:
+    """Claim a turn and let the supervisor report the worker's death."""
+    turn = claimed(control, turn_id)
+    control.run(calls.end_worker_leases("w1"))
+    return turn
+
+
+def free(control: TurnControl, worker_id: str, free_slots: int = 1) -> None:
+    """Register a live worker."""
+    control.run(beat(WorkerRecord(worker_id=worker_id, boot_id="b", model="tiny", slots=4, free=free_slots)))
+
+
+def test_claim_new_turn_gives_first_epoch_and_the_request(control: TurnControl) -> None:
+    sent = request("a", stop=("x",), tools=({"type": "function"},))
+    control.run(calls.accept(sent, LIMITS))
+    turn = claimed(control, "a")
+    assert (turn.lease.epoch, turn.request, turn.prompt_ids, turn.next_number) == (1, sent, None, 0)
+
+
+def test_claim_with_reply_lost_gives_the_same_turn_again(control: TurnControl) -> None:
+    accepted(control, "a")
+    accepted(control, "b")
+    call = calls.claim("a", worker())
+    assert control.run(call) == control.run(call)
+
+
+def test_claim_of_leased_turn_gives_nothing(control: TurnControl) -> None:
+    accepted(control, "a")
+    claimed(control, "a")
+    assert control.run(calls.claim("a", worker("w2"))) is None
+
+
+def test_claim_of_unknown_turn_gives_nothing(control: TurnControl) -> None:
+    assert control.run(calls.claim("../x", worker())) is None
+
+
+def test_claim_by_worker_of_other_model_gives_nothing(control: TurnControl) -> None:
+    accepted(control, "a")
+    assert control.run(calls.claim("a", worker(models=("other",)))) is None
+
+
+def test_claim_of_forced_turn_by_other_worker_gives_nothing(control: TurnControl) -> None:
+    accepted(control, "a", worker="w2")
+    assert control.run(calls.claim("a", worker("w1"))) is None
+    assert claimed(control, "a", worker("w2")).request.turn_id == "a"
+
+
+def test_claim_of_second_turn_of_conversation_gives_nothing_until_commit(control: TurnControl) -> None:
+    control.run(calls.create_conversation("local", "conv"))
+    accepted(control, "a", conversation_id="conv")
+    accepted(control, "b", conversation_id="conv")
+    turn = claimed(control, "b")
+    assert turn.request.turn_id == "a"
+    assert control.run(calls.claim("b", worker())) is None
+    assert complete(control, turn).dispatches == (Dispatch("b", "tiny", None),)
+    assert claimed(control, "b").parent_id == "a"
+
+
+def test_claim_takes_higher_priority_first(control: TurnControl) -> None:
+    accepted(control, "low", priority=0)
+    accepted(control, "high", priority=2)
+    assert claimed(control, "low").request.turn_id == "high"
+
+
+def test_claim_takes_near_deadline_first(control: TurnControl) -> None:
+    accepted(control, "a")
+    accepted(control, "b", deadline=time.time() + 5)
+    assert claimed(control, "a").request.turn_id == "b"
+
+
+def test_claim_takes_the_tenant_served_least(control: TurnControl) -> None:
+    for n in range(3):
+        accepted(control, f"greedy{n}", tenant="greedy")
+    accepted(control, "modest", tenant="modest")
+    complete(control, claimed(control, "greedy0"), served_tokens=500)
+    assert claimed(control, "greedy1").request.turn_id == "modest"
+
+
+def test_claim_low_priority_after_a_minute_counts_as_the_highest(control: TurnControl) -> None:
+    accepted(control, "old")
+    aged = int(control.client.hget("kvalet:-:turn:old", "ready_ms")) - 61_000
+    control.client.hset("kvalet:-:turn:old", "ready_ms", aged)
+    control.client.zadd("kvalet:-:queued:tiny:local", {"old": aged})
+    accepted(control, "urgent", tenant="other", priority=5)
+    complete(control, claimed(control, "urgent"), served_tokens=10)
+    accepted(control, "urgent2", tenant="other", priority=5)
+    assert claimed(control, "urgent2").request.turn_id == "old"
+
+
+def test_follow_up_goes_to_the_hot_worker_while_it_has_a_free_slot(control: TurnControl) -> None:
+    free(control, "w1", 2)
+    accepted(control, "a")
+    complete(control, claimed(control, "a"))
+    assert accept_turn(control, "b", parent_id="a").dispatch == Dispatch("b", "tiny", "w1")
+
+
+def test_follow_up_goes_to_the_model_queue_when_the_hot_worker_is_full(control: TurnControl) -> None:
+    free(control, "w1", 1)
+    accepted(control, "a")
+    complete(control, claimed(control, "a"))
+    accepted(control, "x")
+    claimed(control, "x")
+    assert accept_turn(control, "b", parent_id="a").dispatch == Dispatch("b", "tiny", None)
+
+
+def test_other_worker_takes_a_hot_turn_only_after_the_bounded_wait(control: TurnControl) -> None:
+    free(control, "w1", 2)
+    accepted(control, "a")
+    complete(control, claimed(control, "a"))
+    accepted(control, "b", parent_id="a")
+    other = worker("w2", affinity_wait_s=0.2)
+    assert control.run(calls.claim("another", other)) is None
+    time.sleep(0.25)
+    assert claimed(control, "another", other).request.turn_id == "b"
+
+
+def test_renew_keeps_a_lease_beyond_its_first_life(control: TurnControl) -> None:
+    accepted(control, "a")
+    turn = claimed(control, "a", worker(lease_s=0.3))
+    for _ in range(4):
+        time.sleep(0.1)
+        assert control.run(calls.renew([turn.lease])).kept == {"a"}
+    assert control.run(calls.sweep()) == ()
+
+
+def test_renew_of_lost_lease_names_it(control: TurnControl) -> None:
+    accepted(control, "a")
+    turn = crash(control, "a")
+    assert control.run(calls.renew([turn.lease])).lost == {"a"}
+
+
+def test_expired_lease_is_taken_over_with_the_next_epoch(control: TurnControl) -> None:
+    accepted(control, "a")
+    first = claimed(control, "a", QUICK)
+    control.run(calls.append_events(first.lease, [started(), delta(1, 7)]))
+    time.sleep(0.06)
+    second = claimed(control, "a", worker("w2"))
+    assert (second.lease.epoch, second.crashes, second.emitted_ids, second.next_number, second.started) == (
+        2, 1, (7,), 2, True,
+    )  # fmt: skip
+
+
+def test_stale_writer_changes_neither_stream_nor_record(control: TurnControl) -> None:
+    accepted(control, "a")
+    stale = claimed(control, "a", QUICK)
+    time.sleep(0.06)
+    fresh = claimed(control, "a", worker("w2"))
+    before = control.client.dump("kvalet:-:turn:a"), control.client.dump("kvalet:-:stream:a")
+    for call in (
+        calls.append_events(stale.lease, [started()]),
+        calls.commit(stale.lease, entry(stale), [terminal(0)]),
+        calls.finish(stale.lease, [terminal(0, TurnState.FAILED)]),
+        calls.freeze_prompt(stale.lease, [1], parent_id=None, root_id="a", template_time=1),
+        calls.release(stale.lease),
+    ):
+        with pytest.raises(StaleLease):
+            control.run(call)
+    assert (control.client.dump("kvalet:-:turn:a"), control.client.dump("kvalet:-:stream:a")) == before
+    complete(control, fresh)
+
+
+def test_release_makes_the_turn_claimable_and_counts_no_crash(control: TurnControl) -> None:
+    accepted(control, "a")
+    call = calls.release(claimed(control, "a").lease)
+    assert control.run(call).dispatches == (Dispatch("a", "tiny", None),)
+    assert control.run(call).dispatches == (Dispatch("a", "tiny", None),)
+    assert claimed(control, "a", worker("w2")).crashes == 0
+
+
+def test_turn_after_two_crashes_runs_solo(control: TurnControl) -> None:
+    accepted(control, "a")
+    assert [crash(control, "a").solo for _ in range(3)] == [False, False, True]
+
+
+def test_turn_after_three_solo_crashes_fails(control: TurnControl) -> None:
+    accepted(control, "a")
+    for _ in range(5):
+        crash(control, "a")
+    view = control.run(calls.get_turn("local", "a"))
+    assert view is not None
+    assert (view.state, (view.error or {})["code"], view.crashes) == (TurnState.FAILED, "worker_crashed", 5)
+
+
+def test_end_worker_leases_of_older_boots_spares_the_new_process(control: TurnControl) -> None:
+    accepted(control, "a")
+    accepted(control, "b")
+    old = claimed(control, "a", worker(boot_id="old"))
+    new = claimed(control, "b", worker(boot_id="new"))
+    assert [d.turn_id for d in control.run(calls.end_worker_leases("w1", except_boot_id="new"))] == ["a"]
+    assert control.run(calls.renew([old.lease, new.lease])).kept == {"b"}
+
+
+def test_sweep_returns_an_expired_turn_at_once_and_only_once(control: TurnControl) -> None:
+    accepted(control, "a")
+    claimed(control, "a", QUICK)
+    time.sleep(0.06)
+    assert [control.run(calls.sweep()), control.run(calls.sweep())] == [(Dispatch("a", "tiny", None),), ()]
+
+
+def test_sweep_sends_a_runnable_turn_again_with_doubling_delay(control: TurnControl) -> None:
+    accepted(control, "a")
+    delays = []
+    for _ in range(5):
+        due = control.client.zscore("kvalet:-:due", "a")
+        control.client.zadd("kvalet:-:due", {"a": 0})
+        assert control.run(calls.sweep()) == (Dispatch("a", "tiny", None),)
+        delays.append(round((control.client.zscore("kvalet:-:due", "a") - time.time() * 1000) / 1000))
+        assert due is not None
+    assert delays == [10, 20, 40, 60, 60]
+
+
+def test_sweep_ends_a_turn_whose_deadline_has_passed(control: TurnControl) -> None:
+    accepted(control, "a", deadline=time.time() - 1)
+    control.run(calls.sweep())
+    assert control.run(calls.get_turn_state("local", "a")) is TurnState.EXPIRED
+
+
+def test_sweep_tells_the_holder_of_a_turn_whose_deadline_has_passed(control: TurnControl) -> None:
+    accepted(control, "a", deadline=time.time() + 0.05)
+    turn = claimed(control, "a")
+    time.sleep(0.06)
+    control.run(calls.sweep())
+    assert control.run(calls.append_events(turn.lease, [started()])).stop is TurnState.EXPIRED
+
+
+def test_cancelled_turn_whose_worker_died_ends_cancelled(control: TurnControl) -> None:
+    accepted(control, "a")
+    turn = claimed(control, "a")
+    control.run(calls.cancel("local", "a"))
+    control.run(calls.end_worker_leases("w1"))
+    with pytest.raises(TurnEnded):
+        control.run(calls.append_events(turn.lease, [started()]))
+    assert control.run(calls.get_turn_state("local", "a")) is TurnState.CANCELLED

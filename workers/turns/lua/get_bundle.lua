@@ -1,0 +1,2 @@
+-- A tokenizer bundle. ARGV: digest. Keys: bundle
+return call('GET', K.bundle .. ARGV[1])

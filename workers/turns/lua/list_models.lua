@@ -1,0 +1,2 @@
+-- Published models. Keys: models. Returns packed records
+return call('HVALS', K.models)

@@ -1,0 +1,2 @@
+-- Boot ids of quarantined worker processes. Keys: quarantine
+return call('HKEYS', K.quarantine)
