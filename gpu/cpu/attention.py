@@ -200,7 +200,9 @@ def _page_step(
     for row in range(first, item[2]):
         visible = min(page_size, positions[item[1] + row] + 1 - start)
         for i in range(row * group, (row + 1) * group):
-            _softmax(scores + 4 * i * page_size, visible, width, state + 4 * i * padded, padded, peaks, i, item[2] * group)
+            _softmax(
+                scores + 4 * i * page_size, visible, width, state + 4 * i * padded, padded, peaks, i, item[2] * group
+            )
         if visible < cells:
             _accumulate(row * group, group, visible, scores, page_size, values, state, padded)
             full = row + 1

@@ -62,7 +62,9 @@ class NumbaKVKernels:
         group = q.shape[1] // layout.num_kv_heads
         needed = at.scratch_floats(group, layout.head_dim, layout.page_size)
         if needed > SCRATCH_FLOATS:
-            raise LayoutError("head_dim", layout.head_dim, f"attention needs {needed} of {SCRATCH_FLOATS} scratch floats")
+            raise LayoutError(
+                "head_dim", layout.head_dim, f"attention needs {needed} of {SCRATCH_FLOATS} scratch floats"
+            )
         span = at.segment_pages(layout.page_size)
         segments = -(-tables.mirror.shape[1] // span)
         items = np.empty((rows.num_rows * (1 + segments), at.ITEM_FIELDS), np.int64)

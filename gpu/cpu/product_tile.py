@@ -38,7 +38,17 @@ def product_tile(num_rows: int, num_vectors: int, storage: int) -> Any:
 
     @intrinsic  # type: ignore[untyped-decorator]
     def tile(
-        typingctx: Any, x: Any, ldx: Any, w: Any, ldw: Any, scales: Any, mins: Any, num: Any, out: Any, ldo: Any, chain: Any
+        typingctx: Any,
+        x: Any,
+        ldx: Any,
+        w: Any,
+        ldw: Any,
+        scales: Any,
+        mins: Any,
+        num: Any,
+        out: Any,
+        ldo: Any,
+        chain: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.call(_tile_function(builder.module, num_rows, num_vectors, storage), args)
@@ -65,7 +75,9 @@ class _TileBuilder:
 
     def __init__(self, function: Any, num_rows: int, num_vectors: int, storage: int) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.x, self.ldx, self.w, self.ldw, self.scales, self.mins, self.num, self.out, self.ldo, self.chain = function.args
+        self.x, self.ldx, self.w, self.ldw, self.scales, self.mins, self.num, self.out, self.ldo, self.chain = (
+            function.args
+        )
         self.fma = cgutils.get_or_insert_function(function.module, _fma_type, f"llvm.fma.v{LANES}f32")
         self.rows, self.vectors, self.storage = range(num_rows), range(num_vectors), storage
         self.acc = [[self.builder.alloca(_vec) for _ in self.vectors] for _ in self.rows]

@@ -117,17 +117,13 @@ def _nucleus(
     return ids[: _reach(logits, ids, top, temperature, top_p * total)]
 
 
-def _reach(
-    logits: NDArray[np.float32], ranked: NDArray[np.int64], top: float, temperature: float, mass: float
-) -> int:
+def _reach(logits: NDArray[np.float32], ranked: NDArray[np.int64], top: float, temperature: float, mass: float) -> int:
     """How many of the ranked ids it takes to reach `mass`; all if they do not."""
     sums = _running_sum(_exp_array((logits[ranked].astype(np.float64) - top) / temperature))
     return min(int(np.searchsorted(sums, mass, side="left")) + 1, len(ranked))
 
 
-def _draw(
-    logits: NDArray[np.float32], ids: NDArray[np.int64] | None, params: SamplingParams, output_index: int
-) -> int:
+def _draw(logits: NDArray[np.float32], ids: NDArray[np.int64] | None, params: SamplingParams, output_index: int) -> int:
     seed = np.uint64(params.seed & 0xFFFFFFFFFFFFFFFF)
     position, choice = np.uint32(output_index), np.uint32(params.choice)
     pool = np.arange(len(logits), dtype=np.int64) if ids is None else np.sort(ids)
