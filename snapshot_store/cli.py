@@ -135,7 +135,7 @@ def _errors_end_the_command() -> Iterator[None]:
 
 
 def _print_json(value: Any) -> None:
-    json.dump(_plain(value), sys.stdout, indent=2, sort_keys=True)
+    json.dump(_plain(value), sys.stdout, indent=2, sort_keys=True, default=repr)
     sys.stdout.write("\n")
 
 

@@ -100,15 +100,22 @@ class InspectionSource:
                     pipeline.strlen(key)
                     pipeline.ttl(key)
                     pipeline.getrange(key, 0, HEADER_READ_BYTES - 1)
-                replies = cast("list[object]", _reach("pages", pipeline.execute))
+                replies = _reach("pages", partial(pipeline.execute, raise_on_error=False))
             for key, size, ttl, header in zip(batch, replies[0::3], replies[1::3], replies[2::3], strict=True):
-                if ttl != -2:
-                    found[key] = StoredPage(key, cast("int", size), cast("int", ttl), cast("bytes", header))
+                if isinstance(size, redis.RedisError):
+                    found[key] = StoredPage(key, 0, ttl, b"")
+                elif ttl != -2:
+                    found[key] = StoredPage(key, size, ttl, header)
         return found
 
     def page_record(self, key: str) -> bytes | None:
-        """A whole record. Raises StoreUnreachable."""
-        return cast("bytes | None", _reach("pages", partial(self._pages.get, key)))
+        """A whole record, empty where the key holds another type. Raises StoreUnreachable."""
+        try:
+            return cast("bytes | None", self._pages.get(key))
+        except redis.ResponseError:
+            return b""
+        except redis.RedisError as error:
+            raise StoreUnreachable(f"pages: {error}") from error
 
     def page_keys(self, tenant: str | None) -> Iterator[str]:
         """Keys of every page record of a tenant, or of all, in no order. Raises StoreUnreachable."""

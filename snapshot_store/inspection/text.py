@@ -55,11 +55,10 @@ def print_verify(console: Console, report: VerifyReport) -> None:
         console.print(f"not verifiable: {_located(finding)}", markup=False)
     for finding in report.damaged:
         console.print(f"damaged: {_located(finding)}", markup=False)
-    console.print(
-        f"{report.num_branches} conversations, {report.num_pages_checked} pages checked ({size(report.checked_bytes)}), "
-        f"{report.num_pages_missing} not parked, {report.num_pages_orphaned} orphaned, {len(report.damaged)} damaged",
-        markup=False,
-    )
+    checked = f"{report.num_pages_checked} pages checked ({size(report.checked_bytes)})"
+    others = f"{report.num_pages_missing} not parked, {report.num_pages_orphaned} orphaned"
+    summary = f"{report.num_branches} conversations, {checked}, {others}, {len(report.damaged)} damaged"
+    console.print(summary, markup=False)
 
 
 def size(num_bytes: int) -> str:
