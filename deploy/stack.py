@@ -18,6 +18,8 @@ from deploy.embedded import EmbeddedSpec, Role, child_spec, free_port, wait_answ
 from deploy.errors import StackInUse
 from deploy.process import ChildSpec
 from deploy.supervisor import RestartPolicy, Supervisor
+from workers.dispatch import Dispatcher
+from workers.registry import list_workers
 from workers.turns.calls import end_worker_leases
 from workers.turns.control import Patience, TurnControl, connect
 from workers.turns.errors import TurnControlError
@@ -160,13 +162,14 @@ class Stack:
         return answer.status_code == 200 and self._num_live_workers() >= self.options.num_workers
 
     def _num_live_workers(self) -> int:
-        from workers.registry import live_workers
-
-        client = connect(self.control_url)
+        client = connect(self.control_url, timeout_s=2.0)
         try:
-            return sum(worker.worker_id in self.worker_ids for worker in live_workers(client))
+            workers = TurnControl(client, Patience(outage_s=1.0)).run(list_workers())
+        except TurnControlError:
+            return 0
         finally:
             client.close()
+        return sum(worker.worker_id in self.worker_ids for worker in workers)
 
     def _on_reaped(self, name: str, status: int) -> None:
         self._report(f"{name} ended with status {status}, starting it again; see {self.log_of(name)}")
@@ -176,11 +179,14 @@ class Stack:
     def _end_leases(self, worker_id: str) -> None:
         """Let others take over at once what a dead worker was running; without this its leases would run out."""
         client = connect(self.control_url, timeout_s=2.0)
+        dispatcher = Dispatcher(self.control_url)
         try:
-            TurnControl(client, Patience(outage_s=1.0)).run(end_worker_leases(worker_id))
+            for message in TurnControl(client, Patience(outage_s=1.0)).run(end_worker_leases(worker_id)):
+                dispatcher.send(message)
         except TurnControlError as error:
             self._report(f"leases of {worker_id} not ended, they will run out: {error}")
         finally:
+            dispatcher.close()
             client.close()
 
 
