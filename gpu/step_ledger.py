@@ -64,7 +64,10 @@ class StepLedger:
 
     def finish(self, cells: StepCells) -> tuple[NonFiniteInput | None, ...]:
         """The step's event. See `KVCache.finish_step`."""
-        self._retire(cells)
+        oldest = bool(self._launched) and self._launched[0] is cells
+        invariant(oldest, HoldViolation, "a step ended out of launch order, or twice")
+        self._launched.popleft()
+        self._memory.device.land(self._memory.mirror.array, cells.ranges)
         missing = (cells.counts != cells.expected_counts()).any(axis=(0, 2))
         errors = tuple(
             NonFiniteInput(f"positions {entry.first} to {entry.end - 1}: K or V is NaN or Inf") if count else None
@@ -80,8 +83,11 @@ class StepLedger:
         return errors
 
     def abandon(self, cells: StepCells) -> None:
-        """Give up a step that failed before its event; its sequences take no more steps."""
-        self._retire(cells)
+        """Give up the newest step, which failed before its event; its sequences take no more steps."""
+        newest = bool(self._launched) and self._launched[-1] is cells
+        invariant(newest, HoldViolation, "a step was abandoned behind a newer one, or twice")
+        self._launched.pop()
+        self._memory.device.land(self._memory.mirror.array, cells.ranges)
         for entry in cells.entries:
             self._settle(entry, proven=False)
         self._memory.pool.release_step(cells.held, cells.generations)
@@ -120,12 +126,6 @@ class StepLedger:
             nonfinite=np.zeros(len(entries), np.int64),
             store_target=memory.device.stage(memory.mirror.array, ranges),
         )
-
-    def _retire(self, cells: StepCells) -> None:
-        oldest = bool(self._launched) and self._launched[0] is cells
-        invariant(oldest, HoldViolation, "a step ended out of launch order, or twice")
-        self._launched.popleft()
-        self._memory.device.land(self._memory.mirror.array, cells.ranges)
 
     def _settle(self, entry: EntryCells, proven: bool) -> None:
         sequence = entry.sequence
