@@ -82,6 +82,7 @@ def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
         head_dim=64,
         vocab_size=512,
         context_length=2048,
+        rms_norm_eps=2.0**-17,  # the same number in f32, as GGUF stores it
         tie_embeddings=True,
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
