@@ -121,8 +121,8 @@ def test_claim_low_priority_after_a_minute_counts_as_the_highest(control: TurnCo
     control.client.hset("kvalet:-:turn:old", "ready_ms", aged)
     control.client.zadd("kvalet:-:queued:tiny:local", {"old": aged})
     accepted(control, "urgent", tenant="other", priority=5)
-    complete(control, claimed(control, "urgent"), served_tokens=10)
     accepted(control, "urgent2", tenant="other", priority=5)
+    complete(control, claimed(control, "urgent"), served_tokens=10)
     assert claimed(control, "urgent2").request.turn_id == "old"
 
 

@@ -27,7 +27,8 @@ stands in the record and every operation that a client can reach compares it.
     kvalet:-:workers                        set, worker ids seen
     kvalet:-:models                         hash, model -> msgpack model record
     kvalet:-:bundle:<digest>                string, tokenizer bundle
-    kvalet:-:quarantine                     hash, boot id -> msgpack reason
+    kvalet:-:quarantine                     hash, boot id -> time (ms) and reason
+    kvalet:-:dead-letters                   list, messages that no worker could read
     kvalet:<tenant>:idempotency:<digest>    hash {body, turn}
     kvalet:<tenant>:history:<digest>        string, turn whose reply ends this history
     kvalet:<tenant>:transcript:<turn>       snapshot_store.keys
@@ -67,6 +68,7 @@ LUA_KEYS: Final[Mapping[str, str]] = MappingProxyType(
         "models": "kvalet:-:models",
         "bundle": "kvalet:-:bundle:",
         "quarantine": "kvalet:-:quarantine",
+        "dead_letters": "kvalet:-:dead-letters",
     }
 )
 _TENANT_KINDS: Final = ("idempotency", "history", "transcript")

@@ -1,0 +1,166 @@
+"""Turns through real Celery workers and a real server. The service is a fake: no model, the same control."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services import ValkeyServer
+from tests.turn_factory import LIMITS, request
+from tests.worker_process import CeleryWorker, wait_until
+from workers.dispatch import Dispatcher
+from workers.turns import calls
+from workers.turns.control import TurnControl, connect
+from workers.turns.events import TurnState
+from workers.turns.outcomes import Dispatch
+
+StartWorker = Callable[..., CeleryWorker]
+
+
+class Fleet:
+    """What a gateway does: accept, send, ask for the state."""
+
+    def __init__(self, server: ValkeyServer, runs: Path) -> None:
+        self.control = TurnControl(connect(server.url))
+        self.dispatcher = Dispatcher(server.url)
+        self._runs = runs
+
+    def submit(self, turn_id: str, *, send: int = 1, **changes: object) -> None:
+        outcome = self.control.run(calls.accept(request(turn_id, **changes), LIMITS))
+        for _ in range(send if outcome.dispatch else 0):
+            assert outcome.dispatch is not None
+            self.dispatcher.send(outcome.dispatch)
+
+    def state(self, turn_id: str) -> TurnState | None:
+        return self.control.run(calls.get_turn_state("local", turn_id))
+
+    def wait_end(self, *turn_ids: str, timeout_s: float = 20) -> list[TurnState | None]:
+        wait_until(
+            lambda: all((state := self.state(t)) is not None and state.is_terminal for t in turn_ids),
+            timeout_s,
+            lambda: [(t, self.state(t)) for t in turn_ids],
+        )
+        return [self.state(t) for t in turn_ids]
+
+    def runs(self) -> list[str]:
+        return self._runs.read_text().splitlines() if self._runs.exists() else []
+
+    def text(self, turn_id: str) -> str:
+        view = self.control.run(calls.get_turn("local", turn_id))
+        assert view is not None
+        return view.output_text
+
+
+@pytest.fixture
+def fleet(control_server: ValkeyServer, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(control_server, tmp_path / "runs")
+    yield fleet
+    fleet.dispatcher.close()
+
+
+def test_worker_runs_a_submitted_turn_once(fleet: Fleet, start_worker: StartWorker) -> None:
+    start_worker("w1").wait_ready()
+    fleet.submit("a")
+    assert (fleet.wait_end("a"), fleet.runs()) == ([TurnState.COMPLETED], ["w1 a 1"])
+
+
+def test_message_delivered_three_times_runs_once(fleet: Fleet, start_worker: StartWorker) -> None:
+    for name in ("w1", "w2"):
+        start_worker(name)
+    fleet.submit("a", send=3, display={"tokens": 10, "pause_s": 0.05})
+    fleet.wait_end("a")
+    time.sleep(0.3)
+    assert len(fleet.runs()) == 1
+
+
+def test_message_never_delivered_runs_once_by_the_sweeper(fleet: Fleet, start_worker: StartWorker) -> None:
+    start_worker("w1").wait_ready()
+    fleet.submit("a", send=0)
+    fleet.control.client.zadd("kvalet:-:due", {"a": 0})
+    assert (fleet.wait_end("a"), fleet.runs()) == ([TurnState.COMPLETED], ["w1 a 1"])
+
+
+def test_worker_killed_in_mid_turn_is_taken_over_without_gap(fleet: Fleet, start_worker: StartWorker) -> None:
+    workers = {name: start_worker(name).wait_ready() for name in ("w1", "w2")}
+    fleet.submit("a", display={"tokens": 20, "pause_s": 0.1})
+    wait_until(lambda: len(fleet.runs()) == 1, 10)
+    time.sleep(0.5)
+    workers[fleet.runs()[0].split()[0]].kill()
+    fleet.wait_end("a")
+    stream = fleet.control.client.xrange("kvalet:-:stream:a")
+    assert [entry[1][b"n"] for entry in stream] == [str(n).encode() for n in range(22)]
+    assert len(fleet.runs()) == 2
+
+
+def test_terminated_worker_finishes_its_turn_within_grace(fleet: Fleet, start_worker: StartWorker) -> None:
+    worker = start_worker("w1").wait_ready()
+    fleet.submit("a", display={"tokens": 10, "pause_s": 0.1})
+    wait_until(lambda: len(fleet.runs()) == 1, 10)
+    assert worker.terminate() == 0
+    assert fleet.state("a") is TurnState.COMPLETED
+
+
+def test_terminated_worker_hands_over_what_does_not_end_within_grace(fleet: Fleet, start_worker: StartWorker) -> None:
+    first = start_worker("w1", drain_grace_s=0.2).wait_ready()
+    fleet.submit("a", display={"tokens": 30, "pause_s": 0.1})
+    wait_until(lambda: len(fleet.runs()) == 1, 10)
+    assert first.terminate() == 0
+    start_worker("w2")
+    fleet.wait_end("a")
+    view = fleet.control.run(calls.get_turn("local", "a"))
+    assert view is not None
+    assert (view.state, view.crashes, view.worker_id) == (TurnState.COMPLETED, 0, "w2")
+
+
+def test_conversation_turns_run_in_order(fleet: Fleet, start_worker: StartWorker) -> None:
+    for name in ("w1", "w2"):
+        start_worker(name).wait_ready()
+    fleet.control.run(calls.create_conversation("local", "conv"))
+    turns = [f"t{n}" for n in range(6)]
+    for turn_id in turns:
+        fleet.submit(turn_id, conversation_id="conv")
+    fleet.wait_end(*turns)
+    assert [run.split()[1] for run in fleet.runs()] == turns
+
+
+def test_forced_worker_runs_the_turn(fleet: Fleet, start_worker: StartWorker) -> None:
+    for name in ("w1", "w2"):
+        start_worker(name).wait_ready()
+    for n in range(6):
+        fleet.submit(f"t{n}", worker="w1" if n % 2 else "w2")
+    fleet.wait_end(*(f"t{n}" for n in range(6)))
+    assert {run.split()[1]: run.split()[0] for run in fleet.runs()} == {
+        f"t{n}": "w1" if n % 2 else "w2" for n in range(6)
+    }
+
+
+def test_worker_survives_the_control_servers_kill(
+    fleet: Fleet, start_worker: StartWorker, control_server: ValkeyServer
+) -> None:
+    worker = start_worker("w1").wait_ready()
+    fleet.submit("before", display={"tokens": 20, "pause_s": 0.1})
+    wait_until(lambda: len(fleet.runs()) == 1, 10)
+    fleet.control.client.execute_command("WAITAOF", 1, 0, 2000)
+    control_server.kill()
+    time.sleep(1)
+    control_server.start()
+    fleet.submit("after")
+    assert fleet.wait_end("before", "after", timeout_s=40) == [TurnState.COMPLETED] * 2
+    assert worker.process.poll() is None
+
+
+def test_worker_with_unusable_settings_exits_naming_the_variable(start_worker: StartWorker) -> None:
+    worker = start_worker("w1", slots="many")
+    assert worker.process.wait(20) != 0
+    assert "slots" in worker.text()
+
+
+def test_dead_workers_queue_is_deleted(fleet: Fleet, start_worker: StartWorker, control_server: ValkeyServer) -> None:
+    fleet.control.client.sadd("kvalet:-:workers", "gone")
+    fleet.dispatcher.send(Dispatch("x", "tiny", "gone"))
+    assert fleet.control.client.exists("kvalet.worker.gone")
+    start_worker("w1")
+    wait_until(lambda: not fleet.control.client.exists("kvalet.worker.gone"), 20)
