@@ -65,12 +65,22 @@ def test_entry_with_a_bad_field_is_refused_by_name(changes: dict[str, Any], fiel
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [b"", b"\x80", b"\xc0", b"\x93\x01\x02\x03", b"\xc1", b"\x81\xc4\x01a\x01", b"\x80\x04\x95\x00.", b"\xdf\xff\xff\xff\xff",
-     encode_entry(ENTRY)[:-1], encode_entry(ENTRY) + b"\x00", b"\x91" * 5000],
-    ids=["empty", "empty map", "nil", "list", "reserved", "bytes key", "pickle", "huge map", "cut", "longer", "deep"],
-)  # fmt: skip
+NO_ENTRIES = {
+    "empty": b"",
+    "empty map": b"\x80",
+    "nil": b"\xc0",
+    "list": b"\x93\x01\x02\x03",
+    "reserved": b"\xc1",
+    "bytes key": b"\x81\xc4\x01a\x01",
+    "pickle": b"\x80\x04\x95\x00.",
+    "huge map": b"\xdf\xff\xff\xff\xff",
+    "cut": encode_entry(ENTRY)[:-1],
+    "longer": encode_entry(ENTRY) + b"\x00",
+    "deep": b"\x91" * 5000,
+}
+
+
+@pytest.mark.parametrize("raw", NO_ENTRIES.values(), ids=NO_ENTRIES.keys())
 def test_bytes_that_are_no_entry_are_refused(raw: bytes) -> None:
     with pytest.raises(TranscriptDamaged):
         decode_entry(raw)
