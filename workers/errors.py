@@ -1,12 +1,14 @@
 """Errors of the `workers` package.
 
-    WorkerError
-    |-- TurnFailed            the turn ends `failed` with a code the client sees
-    |   |-- ContextOverflow   prompt or prompt + max_tokens beyond the context or the arena (both numbers)
-    |   `-- EngineFault       the step that ran this turn alone raised
-    |-- LeaseLost             another worker may own the turn: stop without writing anything (turn_runner)
-    |-- TurnCancelled         the client asked for the end of the turn (turn_runner finishes it)
-    `-- WorkerQuarantined     a rule of the cache was broken: leases are released, the process ends (service)
+WorkerError
+|-- TurnFailed            the turn ends `failed` with a code the client sees
+|   |-- ContextOverflow   prompt or prompt + max_tokens beyond the context or the arena (both numbers)
+|   `-- EngineFault       the step that ran this turn alone raised
+|-- WorkerStartError      settings or servers that cannot work (ends the start)
+|-- LeaseLost             another worker may own the turn: stop without writing anything (turn_runner)
+|-- TurnCancelled         the client asked for the end of the turn (turn_runner finishes it)
+|-- WorkerDraining        the worker stops: the turn is handed over (turn_runner)
+`-- WorkerQuarantined     a rule of the cache was broken: leases are released, the process ends (service)
 """
 
 from __future__ import annotations
@@ -53,3 +55,17 @@ class TurnCancelled(WorkerError):
 
 class WorkerQuarantined(WorkerError):
     """A rule of the cache was broken on this worker. Nothing it holds is trusted any more."""
+
+
+class WorkerDraining(WorkerError):
+    """The worker stops. Its turns are released voluntarily and go on elsewhere."""
+
+
+class WorkerStartError(WorkerError):
+    """The worker cannot start. Names setting, value and reason."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}={value!r}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit

@@ -1,6 +1,6 @@
 """The engine thread. It alone touches the backend and the cache; other threads submit and wait.
 
-    one turn of the loop:  commands -> admit -> schedule -> launch -> read the oldest step -> seal its pages
+one turn of the loop:  commands -> admit -> schedule -> launch -> read the oldest step -> seal its pages
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Engine:
 
     def _reserve_pages(self, chosen: list[tuple[RunningTurn, PlanEntry]]) -> list[tuple[RunningTurn, PlanEntry]]:
         """Reserve pages entry by entry, oldest turn first; on exhaustion the youngest turn gives way."""
-        kept = []
+        kept: list[tuple[RunningTurn, PlanEntry]] = []
         for running, entry in sorted(chosen, key=lambda pair: _age(pair[0])):
             while running.phase is Phase.RUNNING and running.sequence is not None:
                 try:
@@ -339,4 +339,3 @@ def _execute(action: Callable[[], Any], future: Future[Any]) -> None:
         raise
     except Exception as error:
         future.set_exception(error)
-

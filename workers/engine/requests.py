@@ -66,7 +66,12 @@ class Failed:
     error: Exception
 
 
-EngineOutput = Token | Finished | Preempted | Failed
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Not from the engine: the turn was cancelled, its lease was lost, or the worker drains."""
+
+
+EngineOutput = Token | Finished | Preempted | Failed | Interrupted
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,7 @@ class WriterIdentity:
     @classmethod
     def of(cls, fingerprint: Fingerprint, boot_id: bytes, layout: KVLayout) -> WriterIdentity:
         """Take the digests once: they are needed for every page."""
-        segments = tuple(
-            layout.plane(layer, is_v).num_bytes for layer in range(layout.num_layers) for is_v in (0, 1)
-        )
+        segments = tuple(layout.plane(layer, is_v).num_bytes for layer in range(layout.num_layers) for is_v in (0, 1))
         return cls(fingerprint.format_digest, fingerprint.numerics_digest, boot_id, segments)
 
     def page(self, pages: TurnPages, page_index: int, token_ids: tuple[int, ...]) -> PageIdentity:

@@ -42,14 +42,12 @@ class Parking:
         self._queue: queue.Queue[_Upload | None] = queue.Queue()
         self.outcomes: Counter[str] = Counter()
         self.stored_bytes = 0
-        self._threads = [
-            threading.Thread(target=self._run, name=f"park-{i}", daemon=True) for i in range(num_threads)
-        ]
+        self._threads = [threading.Thread(target=self._run, name=f"park-{i}", daemon=True) for i in range(num_threads)]
         for thread in self._threads:
             thread.start()
 
     def park(self, event: SealedEvent, pages: TurnPages, base_ttl_s: int) -> None:
-        """Queue a page that carries an UPLOAD hold; beyond the queue's bound it is skipped and counted. Engine thread."""
+        """Queue a page that carries an UPLOAD hold; beyond the queue's bound it is skipped and counted."""
         if self._queue.qsize() >= self._limit:
             self.outcomes["skipped"] += 1
             self._cache.release(event.page, HoldKind.UPLOAD)

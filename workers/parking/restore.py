@@ -238,9 +238,7 @@ class Restorer:
         except StoreError as error:
             _log.warning("could not delete %s: %s", key, error)
 
-    def _publish(
-        self, running: RunningTurn, pages: TurnPages, first: int, fills: list[FillPage], good: int
-    ) -> int:
+    def _publish(self, running: RunningTurn, pages: TurnPages, first: int, fills: list[FillPage], good: int) -> int:
         """Mint the good pages and attach them; give the rest back. On the engine thread."""
         cache = self._engine.cache
         sealed = [cache.fill(fill, pages.digests[first + i]) for i, fill in enumerate(fills[:good])]

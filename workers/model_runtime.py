@@ -1,0 +1,114 @@
+"""Makes a backend from settings: model file, weights, cache, kernels."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from gpu.backend import Backend
+from gpu.cache import KVCache, MirrorArena
+from gpu.cpu.backend import CpuBackend
+from gpu.cpu.kv_kernels import NumbaKVKernels
+from gpu.cpu.sampling import HostSampler
+from gpu.cpu.threads import CpuThreads
+from gpu.device_memory import UnifiedMemory
+from gpu.errors import LayoutError
+from gpu.formats import cache_format
+from gpu.layout import KVLayout, default_page_size
+from gpu.model.config import ModelConfig
+from gpu.model.forward import HostModel
+from gpu.model.rope import rope_table
+from gpu.simulated.backend import SimulatedBackend
+from snapshot_store.fingerprint import Fingerprint
+from workers.fingerprints import fingerprint_of
+from workers.model_source import LoadedSource, open_model
+from workers.settings import WorkerSettings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRuntime:
+    """A loaded model on its backend. context_length: tokens of prompt and reply together."""
+
+    source: LoadedSource
+    layout: KVLayout
+    backend: Backend
+    threads: CpuThreads
+    fingerprint: Fingerprint
+    context_length: int
+
+    @property
+    def arena_cells(self) -> int:
+        """Cells of an empty arena."""
+        return self.backend.cache.num_pages * self.layout.page_size
+
+    def close(self) -> None:
+        """Release backend and threads. The engine must have stopped."""
+        self.backend.close()
+        self.threads.close()
+
+
+def load_runtime(settings: WorkerSettings) -> ModelRuntime:
+    """Open the model, pack its weights, allocate the mirror and compute the fingerprint (which compiles the kernels).
+
+    Raises ModelFileError, TokenizerError or LayoutError that names what is wrong.
+    """
+    begun = time.monotonic()
+    source = open_model(settings.model)
+    config, context_length = _with_context(source.config, settings.context)
+    layout = layout_of(config, settings.kv_format, settings.page_size)
+    num_pages = settings.mirror_mib * (1 << 20) // layout.page_bytes
+    if num_pages < 2:
+        raise LayoutError("mirror_mib", settings.mirror_mib, f"two pages of {layout.page_bytes} bytes must fit")
+    mirror = MirrorArena.allocate(num_pages * layout.page_bytes)
+    threads = CpuThreads(settings.threads)
+    weights = source.load_weights()
+    backend = _backend(settings, config, layout, mirror, HostModel(config, weights, threads), threads)
+    storage = weights.layers[0].q.storage.value
+    fingerprint = fingerprint_of(source, layout, backend, storage)
+    _log.info("%s on %s ready in %.1f s: %d pages", source.name, backend.name, time.monotonic() - begun, num_pages)
+    return ModelRuntime(source, layout, backend, threads, fingerprint, context_length)
+
+
+def layout_of(config: ModelConfig, kv_format: str, page_size: int | None) -> KVLayout:
+    """Page layout of a model under a cache format; page size by default the largest that keeps a page small."""
+    formats = cache_format(kv_format)
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+    return KVLayout(*shape, page_size or default_page_size(*shape, formats.k, formats.v), formats.k, formats.v)
+
+
+def _with_context(config: ModelConfig, asked: int | None) -> tuple[ModelConfig, int]:
+    """The effective context: the model's own unless a smaller one is asked for."""
+    if asked is not None and asked > config.context_length:
+        raise LayoutError("context", asked, f"the model's context is {config.context_length} tokens")
+    context_length = asked or config.context_length
+    return replace(config, context_length=context_length), context_length
+
+
+def _backend(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    layout: KVLayout,
+    mirror: MirrorArena,
+    model: HostModel,
+    threads: CpuThreads,
+) -> Backend:
+    kernels, rope, sampler = NumbaKVKernels(threads), rope_table(config), HostSampler()
+    if settings.backend == "simulated":
+        return SimulatedBackend(
+            model,
+            layout,
+            mirror,
+            kernels,
+            rope,
+            sampler,
+            settings.step_rows,
+            attest=settings.attest,
+            resident_cells=settings.kv_resident,
+        )
+    cache = KVCache(
+        layout, mirror, UnifiedMemory(), kernels, rope, attest=settings.attest, resident_cells=settings.kv_resident
+    )
+    return CpuBackend(model, cache, sampler, settings.step_rows)

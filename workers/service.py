@@ -1,0 +1,210 @@
+"""One worker process: the engine, its turns, and its face to the fleet. Assembled here, from settings."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from snapshot_store.published import publish_fingerprint
+from snapshot_store.redis_store import RedisPageStore
+from snapshot_store.salts import tenant_salt
+from snapshot_store.store import PageStore
+from snapshot_store.transcript import TranscriptEntry
+from snapshot_store.wire_pool import WireSettings
+from workers.conversation import Conversations
+from workers.dispatch import Dispatcher
+from workers.engine.engine import Engine
+from workers.errors import WorkerStartError
+from workers.fleet_presence import FleetPresence
+from workers.live_turns import LiveTurns
+from workers.model_runtime import ModelRuntime, load_runtime
+from workers.parking.bookkeeping import Bookkeeping
+from workers.parking.identity import WriterIdentity
+from workers.parking.park import Parking
+from workers.parking.restore import Restorer
+from workers.parking.turn_pages import TurnPages
+from workers.prompt.builder import PromptBuilder
+from workers.prompt.sandbox import TemplateSandbox
+from workers.settings import WorkerSettings
+from workers.turn_runner import TurnRunner, WorkerParts
+from workers.turns.calls import end_worker_leases
+from workers.turns.control import TurnControl, connect
+from workers.turns.leasing import Claimant
+
+_log = logging.getLogger(__name__)
+_FINGERPRINT_TTL_S = 30 * 24 * 3600
+_HOT_BRANCHES = 64
+_STALL_S = 10.0
+_DRAIN_POLL_S = 0.1
+
+
+class WorkerService:
+    """Everything behind the Celery task. `run_turn` is called on as many threads as there are slots."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        runtime: ModelRuntime,
+        store: PageStore,
+        on_fatal: Callable[[], None],
+    ) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.store = store
+        self.boot_id = secrets.token_bytes(16)
+        self.control = TurnControl(connect(settings.control_url))
+        self.dispatcher = Dispatcher(settings.control_url)
+        self.engine = Engine(runtime.backend, step_rows=settings.step_rows)
+        self.identity = WriterIdentity.of(runtime.fingerprint, self.boot_id, runtime.layout)
+        self.parking = Parking(self.engine.cache, store, self.identity, queue_bytes=settings.park_queue_mib << 20)
+        self.live = LiveTurns(
+            self.control, connect(settings.control_url), settings.worker_id, settings.lease_s, self._is_healthy
+        )
+        self.presence = FleetPresence(self, on_fatal)
+        self.restorer = Restorer(
+            self.engine, store, self.identity, settings.restore, self._ttl_s, self.presence.is_quarantined
+        )
+        self.bookkeeping = Bookkeeping(
+            self.engine, store, self.parking, self.identity, self.control.client, self._ttl_s
+        )
+        self.sandbox = TemplateSandbox()
+        self.runner = TurnRunner(self._parts())
+        self.draining = False
+        self._hot: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._hot_lock = threading.Lock()
+
+    @classmethod
+    def start(cls, settings: WorkerSettings) -> WorkerService:
+        """Load the model, join the fleet and return a worker that takes turns. Raises WorkerStartError and GpuError."""
+        store = RedisPageStore(WireSettings(settings.pages_url, restore_connections=settings.wire_connections))
+        service = cls(settings, load_runtime(settings), store, _end_process)
+        service.join()
+        return service
+
+    def join(self) -> None:
+        """Start threads and announce the worker. Raises WorkerStartError when the two servers are one."""
+        check_two_servers(self.settings)
+        self.sandbox.start()
+        self.engine.launch_thread()
+        self.live.start()
+        publish_fingerprint(self.control.client, self.runtime.fingerprint, _FINGERPRINT_TTL_S)
+        for message in self.control.run(end_worker_leases(self.settings.worker_id, except_boot_id=self.boot_id.hex())):
+            self.dispatcher.send(message)
+        self.presence.start()
+        _log.info("worker %s serves %s", self.settings.worker_id, self.model_name)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the served model."""
+        return self.settings.model_name or self.runtime.source.name
+
+    def run_turn(self, turn_id: str) -> None:
+        """Claim this turn, or one that goes before it, and run it to its end here. While draining, do nothing."""
+        if self.draining or self.engine.quarantine is not None:
+            return
+        self.presence.nudge()
+        self.runner.run(turn_id)
+
+    def drain(self, grace_s: float) -> None:
+        """Claim nothing more, let turns end within `grace_s`, hand the rest over. Returns when no turn runs."""
+        self.draining = True
+        self.presence.nudge()
+        deadline = time.monotonic() + grace_s
+        while self.live.all() and time.monotonic() < deadline:
+            time.sleep(_DRAIN_POLL_S)
+        self.live.interrupt_all(draining=True)
+        while self.live.all():
+            time.sleep(_DRAIN_POLL_S)
+        self.parking.flush()
+
+    def stop(self) -> None:
+        """Free the engine and everything else. Pages that wait for their upload are sent first."""
+        self.draining = True
+        self.presence.stop()
+        self.live.stop()
+        self.bookkeeping.close()
+        self.parking.close()
+        self.engine.stop()
+        self.runtime.close()
+        self.sandbox.close()
+        self.store.close()
+        self.dispatcher.close()
+        self.control.client.close()
+
+    def hot_branches(self) -> tuple[str, ...]:
+        """Branches whose last turns ran here, latest first."""
+        with self._hot_lock:
+            return tuple(reversed(self._hot))
+
+    def _claimant(self) -> Claimant:
+        return Claimant(
+            worker_id=self.settings.worker_id,
+            boot_id=self.boot_id.hex(),
+            models=(self.model_name,),
+            hot_branches=self.hot_branches(),
+            lease_s=self.settings.lease_s,
+        )
+
+    def _parts(self) -> WorkerParts:
+        source = self.runtime.source
+        return WorkerParts(
+            control=self.control,
+            dispatcher=self.dispatcher,
+            live=self.live,
+            conversations=Conversations(self.control, PromptBuilder(source.tokenizer, self.sandbox)),
+            tokenizer=source.tokenizer,
+            engine=self.engine,
+            restorer=self.restorer,
+            parking=self.parking,
+            identity=self.identity,
+            claimant=self._claimant,
+            salt_of=functools.cache(functools.partial(tenant_salt, self.control.client)),
+            ttl_s=self._ttl_s,
+            on_committed=self._committed,
+            on_turn=self.presence.count_turn,
+            context_length=self.runtime.context_length,
+            arena_cells=self.runtime.arena_cells,
+        )
+
+    def _committed(self, entry: TranscriptEntry, pages: TurnPages, branch: str) -> None:
+        with self._hot_lock:
+            self._hot[branch] = None
+            self._hot.move_to_end(branch)
+            while len(self._hot) > _HOT_BRANCHES:
+                self._hot.popitem(last=False)
+        self.bookkeeping.after_commit(entry, pages, branch)
+
+    def _ttl_s(self, pages: TurnPages) -> int:
+        return self.settings.park_stateless_ttl_s if pages.stateless else self.settings.park_ttl_s
+
+    def _is_healthy(self) -> bool:
+        return self.engine.quarantine is None and self.engine.seconds_without_progress < _STALL_S
+
+
+def check_two_servers(settings: WorkerSettings) -> None:
+    """Raise WorkerStartError when control and pages are one server: a page transfer would block every script."""
+    run_ids = []
+    for url in (settings.control_url, settings.pages_url):
+        client = connect(url)
+        try:
+            run_ids.append(client.info("server").get("run_id"))
+        except Exception as error:
+            raise WorkerStartError("redis server", url.rsplit("@", 1)[-1], f"does not answer ({error})") from error
+        finally:
+            client.close()
+    if run_ids[0] == run_ids[1]:
+        raise WorkerStartError("pages_url", settings.pages_url.rsplit("@", 1)[-1], "is the control server: use two")
+
+
+def _end_process() -> None:
+    """Ask Celery for a warm shutdown; the supervisor starts a new process."""
+    _log.critical("worker on %s ends after a broken invariant", socket.gethostname())
+    os.kill(os.getpid(), signal.SIGTERM)
