@@ -50,6 +50,10 @@ class Bookkeeping:
         """Queue the work for a committed turn. Any thread."""
         self._queue.put((entry, pages, branch))
 
+    def settle(self) -> None:
+        """Block until every turn committed so far is parked as far as it can be."""
+        self._queue.join()
+
     def close(self) -> None:
         """Finish what is queued, then end the thread."""
         self._queue.put(None)
@@ -66,6 +70,8 @@ class Bookkeeping:
                 _log.warning("turn %s is not wholly parked: %s", entry.turn_id, error)
             except Exception:
                 _log.exception("bookkeeping of turn %s failed", entry.turn_id)
+            finally:
+                self._queue.task_done()
 
     def _make_present(self, entry: TranscriptEntry, pages: TurnPages) -> int:
         """Extend the life of every page in one trip and send again what is missing; returns the leading pages present.
