@@ -202,7 +202,10 @@ def tokenizer_json(vocabulary: Mapping[str, Any]) -> dict[str, Any]:
     ]
     model = {
         "type": "BPE",
-        "vocab": {token: index for index, token in enumerate(tokens) if kinds[index] == TokenType.NORMAL},
+        # SmolLM2 keeps its control tokens in the vocabulary as well, the others only among the added ones.
+        "vocab": {
+            token: index for index, token in enumerate(tokens) if kinds[index] == TokenType.NORMAL or pre == "smollm"
+        },
         "merges": vocabulary["tokenizer.ggml.merges"],
         "ignore_merges": pre == "llama-bpe",
     }
