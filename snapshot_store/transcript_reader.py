@@ -37,14 +37,16 @@ class TranscriptReader:
 
     def path(self, turn_id: str) -> tuple[TranscriptEntry, ...]:
         """Entries from the tree's root to this turn. Raises like `entry`, also for a loop or more than 10,000 turns."""
-        entries: list[TranscriptEntry] = []
+        entries: dict[str, TranscriptEntry] = {}
         wanted: str | None = turn_id
         while wanted is not None:
+            if wanted in entries:
+                raise TranscriptDamaged("parent_id", wanted, "a turn that is not its own ancestor")
             if len(entries) == MAX_PATH_TURNS:
                 raise TranscriptDamaged("path", turn_id, f"at most {MAX_PATH_TURNS} turns")
-            entries.append(self.entry(wanted))
-            wanted = entries[-1].parent_id
-        return tuple(reversed(entries))
+            entries[wanted] = self.entry(wanted)
+            wanted = entries[wanted].parent_id
+        return tuple(reversed(entries.values()))
 
     def token_ids(self, turn_id: str) -> tuple[int, ...]:
         """Prompt and output ids of the conversation through this turn. Raises like `path`."""

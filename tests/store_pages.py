@@ -89,6 +89,10 @@ def make_pages(
             epoch=7,
             stateless=stateless,
         )
-        body = random.Random(digest).randbytes(sum(segments))
-        pages.append(Page(page_key(tenant, digest), identity, body, segments))
+        pages.append(Page(page_key(tenant, digest), identity, make_body(digest, segments), segments))
     return pages
+
+
+def make_body(digest: bytes, segments: tuple[int, ...]) -> bytes:
+    """Bytes that are a function of the page's digest."""
+    return random.Random(digest).randbytes(sum(segments))

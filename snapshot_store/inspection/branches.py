@@ -57,7 +57,11 @@ class ChainedPage:
 
 @dataclass(frozen=True, slots=True)
 class PageChain:
-    """The pages of one branch under one fingerprint. page_size 0: unknown, so no page can be named."""
+    """The pages of one branch under one fingerprint.
+
+    page_size 0: unknown, so no page can be named. pages: empty too where the tenant has no salt yet (nothing was ever
+    parked) or the transcript does not give the tokens.
+    """
 
     format_digest: bytes
     numerics_digest: bytes
@@ -86,13 +90,14 @@ def page_chains(source: InspectionSource, branch: Branch) -> list[PageChain]:
     Raises StoreUnreachable.
     """
     salt = source.salt(branch.head.tenant)
-    if salt is None or branch.broken:
-        return []
     chains = []
     for format_digest, numerics_digest in _fingerprints(source, branch):
         sizes = _page_sizes(source, branch, format_digest)
-        candidates = (_chain(branch, format_digest, numerics_digest, salt, size) for size in sizes)
-        chains.append(_first_parked(source, list(candidates), PageChain(format_digest, numerics_digest, 0)))
+        if salt is None or branch.broken:
+            candidates = [PageChain(format_digest, numerics_digest, size) for size in sizes]
+        else:
+            candidates = [_chain(branch, format_digest, numerics_digest, salt, size) for size in sizes]
+        chains.append(_first_parked(source, candidates, PageChain(format_digest, numerics_digest, 0)))
     return chains
 
 

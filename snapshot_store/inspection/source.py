@@ -8,6 +8,8 @@ from functools import partial
 from typing import Final, TypeVar, cast
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from snapshot_store.errors import BadFingerprint, IndexEntryDamaged, StoreUnreachable, TranscriptDamaged
 from snapshot_store.fingerprint import FormatRecord, NumericsRecord
@@ -137,7 +139,14 @@ class InspectionSource:
 
 def _client(name: str, url: str, timeout_s: float) -> redis.Redis:
     try:
-        return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, protocol=2)
+        return redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            decode_responses=False,
+        )
     except ValueError as error:
         raise StoreUnreachable(f"{name}: {error}") from error
 

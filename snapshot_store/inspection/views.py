@@ -135,7 +135,7 @@ class ParkedBranches:
             committed_at=head.committed_at,
             num_turns=len(branch.path),
             num_tokens=len(branch.token_ids),
-            num_full_pages=max((len(chain.pages) for chain in chains), default=0),
+            num_full_pages=max((len(branch.token_ids) // c.page_size for c in chains if c.page_size), default=0),
             num_parked_pages=len(parked),
             num_shared_pages=sum(self._users[key] > 1 for key in parked),
             parked_bytes=sum(self.stored[key].num_bytes for key in parked),
