@@ -21,9 +21,10 @@ def maybe_text(value: bytes | None) -> str | None:
     return value.decode() if value else None
 
 
-def fields_of(flat: list[Any]) -> dict[str, bytes]:
-    """A flat list of names and values as a dict."""
-    return {text(name): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+def fields_of(flat: list[Any] | dict[bytes, Any]) -> dict[str, bytes]:
+    """A flat list of names and values as a dict; the client has paired those of stream entries already."""
+    pairs = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+    return {text(name): value for name, value in pairs}
 
 
 def dispatch(reply: list[bytes]) -> Dispatch:
