@@ -29,11 +29,13 @@ from gpu.cpu.store_cells import (
     KIND,
     KIND_F16,
     KIND_INT8,
+    KIND_Q4,
     PLANE_FIELDS,
     ROTATED,
     SCALE_BYTES,
     SCALES,
 )
+from gpu.cpu.unpack_cells import unpack_keys, unpack_values
 
 BLOCK_QUERIES = 96
 SEGMENT_CELLS = 256
@@ -47,6 +49,8 @@ K_PLANE = CHUNKS + 20
 V_PLANE = K_PLANE + PLANE_FIELDS
 ITEM_FIELDS = 4
 
+_keys_f16, _keys_int8, _keys_q4 = (unpack_keys(kind) for kind in (KIND_F16, KIND_INT8, KIND_Q4))
+_values_f16, _values_int8, _values_q4 = (unpack_values(kind) for kind in (KIND_F16, KIND_INT8, KIND_Q4))
 _LOWEST = np.float32(-1e30)
 _ONE = np.float32(1)
 
@@ -54,7 +58,7 @@ _ONE = np.float32(1)
 def scratch_floats(group: int, head_dim: int, page_size: int) -> int:
     """How many f32 of scratch one thread needs."""
     queries, padded = max(BLOCK_QUERIES, group), (head_dim + 15) // 16 * 16
-    return queries * (3 * padded + page_size + 4) + page_size * (head_dim + padded)
+    return queries * (3 * padded + page_size + 4) + page_size * (head_dim + padded + head_dim // 8)
 
 
 def segment_pages(page_size: int) -> int:
@@ -191,8 +195,9 @@ def _page_step(
     cells = min(page_size, positions[item[1] + item[2] - 1] + 1 - start)
     width = (cells + 15) // 16 * 16
     page = _page_address(task, item[0], start // page_size)
-    _unpack_keys(task, page, kv_head, cells, width, keys)
-    _unpack_values(task, page, kv_head, cells, values, padded)
+    scales = peaks + 16 * item[2] * group
+    _unpack_keys(task, page, kv_head, cells, keys, scales)
+    _unpack_values(task, page, kv_head, cells, values, padded, scales)
     query, count = first * group, (item[2] - first) * group
     score_rows = scores + 4 * query * page_size
     product_f32(q + 4 * query * padded, padded, keys, page_size, head_dim, score_rows, page_size, count, width, 0)
@@ -200,26 +205,13 @@ def _page_step(
     for row in range(first, item[2]):
         visible = min(page_size, positions[item[1] + row] + 1 - start)
         for i in range(row * group, (row + 1) * group):
-            _softmax(
-                scores + 4 * i * page_size, visible, width, state + 4 * i * padded, padded, peaks, i, item[2] * group
-            )
+            peak = peaks + 4 * i
+            total = peak + 4 * item[2] * group
+            softmax_step(scores + 4 * i * page_size, visible, width, state + 4 * i * padded, padded, peak, total)
         if visible < cells:
             _accumulate(row * group, group, visible, scores, page_size, values, state, padded)
             full = row + 1
     _accumulate(full * group, (item[2] - full) * group, cells, scores, page_size, values, state, padded)
-
-
-@jit
-def _softmax(scores: int, visible: int, width: int, state: int, padded: int, peaks: int, i: int, queries: int) -> None:
-    """Scores to probabilities against the new maximum; rescale the query's sum and state to it."""
-    marks = numba.carray(pointer(peaks), (2 * queries,), np.float32)
-    old = marks[i]
-    total = softmax_step(scores, visible, width, old, peaks + 4 * i)
-    shrink = exp(np.float32(old - marks[i]))
-    marks[queries + i] = fma(marks[queries + i], shrink, total)
-    sums = numba.carray(pointer(state), (padded,), np.float32)
-    for d in range(padded):
-        sums[d] = np.float32(sums[d] * shrink)
 
 
 @jit
@@ -244,53 +236,63 @@ def _page_address(task: Any, sequence: int, page: int) -> int:
 
 
 @jit
-def _unpack_keys(task: Any, page: int, kv_head: int, cells: int, width: int, keys: int) -> None:
-    """K of one head as f32 [dim][page_size]; cells beyond `cells` up to `width` are zero."""
-    head_dim, page_size = task[HEAD_DIM], task[PAGE_SIZE]
-    out = numba.carray(pointer(keys), (head_dim, page_size), np.float32)
-    _unpack(task, K_PLANE, page, kv_head, cells, out.T)
-    for d in range(head_dim):
-        out[d, cells:width] = np.float32(0)
+def _unpack_keys(task: Any, page: int, kv_head: int, cells: int, keys: int, scales: int) -> None:
+    """K of one head as f32 [dim][page_size], 16 cells at a time; beyond `cells` are values that nobody reads."""
+    head_dim, page_size, kind = task[HEAD_DIM], task[PAGE_SIZE], task[K_PLANE + KIND]
+    codes, group = _load_plane(task, K_PLANE, page, kv_head, cells, scales)
+    blocks = (cells + 15) // 16
+    if kind == KIND_INT8:
+        _keys_int8(codes, scales, blocks, head_dim, keys, page_size, group)
+    elif kind == KIND_Q4:
+        _keys_q4(codes, scales, blocks, head_dim, keys, page_size, group)
+    elif head_dim % 16 == 0:
+        _keys_f16(codes, scales, blocks, head_dim, keys, page_size, group)
+    else:
+        out = numba.carray(pointer(keys), (head_dim, page_size), np.float32)
+        _unpack_odd(codes, cells, head_dim, out.T)
 
 
 @jit
-def _unpack_values(task: Any, page: int, kv_head: int, cells: int, values: int, padded: int) -> None:
+def _unpack_values(task: Any, page: int, kv_head: int, cells: int, values: int, padded: int, scales: int) -> None:
     """V of one head as f32 [cell][padded dim]."""
-    out = numba.carray(pointer(values), (task[PAGE_SIZE], padded), np.float32)
-    _unpack(task, V_PLANE, page, kv_head, cells, out)
-    out[:cells, task[HEAD_DIM] :] = np.float32(0)
+    head_dim, page_size, kind = task[HEAD_DIM], task[PAGE_SIZE], task[V_PLANE + KIND]
+    codes, group = _load_plane(task, V_PLANE, page, kv_head, cells, scales)
+    if kind == KIND_INT8:
+        _values_int8(codes, scales, cells, head_dim, values, page_size, group)
+    elif kind == KIND_Q4:
+        _values_q4(codes, scales, cells, head_dim, values, page_size, group)
+    elif head_dim % 16 == 0:
+        _values_f16(codes, scales, cells, head_dim, values, page_size, group)
+    else:
+        out = numba.carray(pointer(values), (page_size, padded), np.float32)
+        out[:cells, head_dim:] = np.float32(0)
+        _unpack_odd(codes, cells, head_dim, out)
 
 
 @jit
-def _unpack(task: Any, plane: int, page: int, kv_head: int, cells: int, out: Any) -> None:
-    """Cells of one plane and head to out[cell, dim]."""
-    head_dim, place = task[HEAD_DIM], kv_head * task[PAGE_SIZE]
-    code_bytes, scale_bytes, group = task[plane + CODE_BYTES], task[plane + SCALE_BYTES], task[plane + GROUP]
-    codes = page + task[plane + CODES] + place * code_bytes
-    if task[plane + KIND] == KIND_F16:
-        halves = numba.carray(pointer(codes), (cells, head_dim), np.uint16)
+def _load_plane(task: Any, plane: int, page: int, kv_head: int, cells: int, scales: int) -> Any:
+    """Address of a head's codes and the values per scale; its scales go to f32 [group][page_size]."""
+    page_size, group, code_bytes = task[PAGE_SIZE], task[plane + GROUP], task[plane + CODE_BYTES]
+    codes = page + task[plane + CODES] + kv_head * page_size * code_bytes
+    if group == 0:
+        return codes, group
+    groups = task[HEAD_DIM] // group
+    place = page + task[plane + SCALES] + kv_head * page_size * task[plane + SCALE_BYTES]
+    halves = numba.carray(pointer(place), (cells, groups), np.uint16)
+    out = numba.carray(pointer(scales), (groups, page_size), np.float32)
+    for g in range(groups):
         for cell in range(cells):
-            for d in range(head_dim):
-                out[cell, d] = half_value(np.int32(halves[cell, d]))
-        return
-    groups = head_dim // group
-    scales = numba.carray(pointer(page + task[plane + SCALES] + place * scale_bytes), (cells, groups), np.uint16)
-    if task[plane + KIND] == KIND_INT8:
-        signed = numba.carray(pointer(codes), (cells, head_dim), np.int8)
-        for cell in range(cells):
-            for g in range(groups):
-                scale = half_value(np.int32(scales[cell, g]))
-                for d in range(g * group, (g + 1) * group):
-                    out[cell, d] = np.float32(np.float32(signed[cell, d]) * scale)
-        return
-    pairs = numba.carray(pointer(codes), (cells, head_dim // 2), np.uint8)
+            out[g, cell] = half_value(np.int32(halves[cell, g]))
+    return codes, group
+
+
+@jit
+def _unpack_odd(codes: int, cells: int, head_dim: int, out: Any) -> None:
+    """f16 cells whose head_dim is no multiple of 16 to out[cell, dim]."""
+    halves = numba.carray(pointer(codes), (cells, head_dim), np.uint16)
     for cell in range(cells):
-        for g in range(groups):
-            scale = half_value(np.int32(scales[cell, g]))
-            for pair in range(g * group // 2, (g + 1) * group // 2):
-                both = np.int32(pairs[cell, pair])
-                out[cell, 2 * pair] = np.float32(np.float32((both & 15) - 8) * scale)
-                out[cell, 2 * pair + 1] = np.float32(np.float32((both >> 4) - 8) * scale)
+        for d in range(head_dim):
+            out[cell, d] = half_value(np.int32(halves[cell, d]))
 
 
 @jit

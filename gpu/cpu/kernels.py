@@ -12,8 +12,9 @@ import numba
 import numpy as np
 
 from gpu.cpu.intrinsics import bits_float, fma, pointer
-from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q8, product_tile
-from gpu.cpu.scalar_math import inverse_root, jit, silu
+from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q4, STORED_Q8, product_tile, unpack_tile
+from gpu.cpu.scalar_math import inverse_root, jit
+from gpu.cpu.softmax_step import gate_step
 from gpu.model.tensors import BLOCK_ROWS, GROUP_COLS
 
 TASK_FIELDS = 48
@@ -30,6 +31,8 @@ _f1x4, _f2x4, _f4x4, _f6x4 = (product_tile(rows, 4, STORED_F32) for rows in (1, 
 _f1x1, _f2x1, _f4x1, _f6x1 = (product_tile(rows, 1, STORED_F32) for rows in (1, 2, 4, 6))
 _h1x4, _h2x4, _h4x4 = (product_tile(rows, 4, STORED_BF16) for rows in (1, 2, 4))
 _q1x4, _q2x4, _q4x4 = (product_tile(rows, 4, STORED_Q8) for rows in (1, 2, 4))
+_n1x4, _n2x4, _n4x4 = (product_tile(rows, 4, STORED_Q4) for rows in (1, 2, 4))
+_unpack_bf16, _unpack_q8, _unpack_q4 = (unpack_tile(storage) for storage in (STORED_BF16, STORED_Q8, STORED_Q4))
 
 
 @jit
@@ -102,8 +105,8 @@ def product_f32(
 def _block(task: Any, matrix: int, block: int, scratch: int) -> None:
     """One block of 64 outputs of one matrix, for all rows, into the matrix's out."""
     rows, num, storage = task[ROWS], task[INPUTS], task[matrix + STORAGE]
-    width = 4 if storage == STORED_F32 else 2 if storage == STORED_BF16 else 1
-    codes = task[matrix + CODES] + block * num * BLOCK_ROWS * width
+    input_bytes = input_size(storage)
+    codes = task[matrix + CODES] + block * num * input_bytes
     groups = block * (num // GROUP_COLS) * BLOCK_ROWS * 4
     scales, minimums = task[matrix + SCALES] + groups, task[matrix + MINIMUMS] + groups
     out, stride = task[matrix + OUT] + block * BLOCK_ROWS * 4, task[matrix + OUT_STRIDE]
@@ -116,29 +119,30 @@ def _block(task: Any, matrix: int, block: int, scratch: int) -> None:
         for first in range(0, num, PANEL):
             count = min(PANEL, num - first)
             offset = first // GROUP_COLS * BLOCK_ROWS * 4
-            panel = codes + first * BLOCK_ROWS * width
+            panel = codes + first * input_bytes
             _unpack(storage, panel, scales + offset, minimums + offset, count, scratch)
             _wide(x + 4 * first, x_stride, scratch, BLOCK_ROWS, count, out, stride, rows, 1 if first else 0)
 
 
 @jit
-def _unpack(storage: int, codes: int, scales: int, minimums: int, num: int, scratch: int) -> None:
-    """Weights of `num` inputs as f32 [num][64]: the values that the packed tiles make in registers."""
-    dense = numba.carray(pointer(scratch), (num * BLOCK_ROWS,), np.float32)
+def input_size(storage: int) -> int:
+    """Bytes of codes that one input of one block takes."""
+    if storage == STORED_F32:
+        return 4 * BLOCK_ROWS
     if storage == STORED_BF16:
-        halves = numba.carray(pointer(codes), (num * BLOCK_ROWS,), np.uint16)
-        for i in range(num * BLOCK_ROWS):
-            dense[i] = bits_float(np.int32(np.int32(halves[i]) << np.int32(16)))
-        return
-    bytes_ = numba.carray(pointer(codes), (num * BLOCK_ROWS,), np.uint8)
-    scale = numba.carray(pointer(scales), (num // GROUP_COLS * BLOCK_ROWS,), np.float32)
-    minimum = numba.carray(pointer(minimums), (num // GROUP_COLS * BLOCK_ROWS,), np.float32)
-    for k in range(num):
-        group = k // GROUP_COLS * BLOCK_ROWS
-        for j in range(BLOCK_ROWS):
-            dense[k * BLOCK_ROWS + j] = fma(
-                scale[group + j], np.float32(bytes_[k * BLOCK_ROWS + j]), minimum[group + j]
-            )
+        return 2 * BLOCK_ROWS
+    return BLOCK_ROWS if storage == STORED_Q8 else BLOCK_ROWS // 2
+
+
+@jit
+def _unpack(storage: int, codes: int, scales: int, minimums: int, num: int, scratch: int) -> None:
+    """Weights of `num` inputs as f32 [num][64]."""
+    if storage == STORED_BF16:
+        _unpack_bf16(codes, scales, minimums, num, scratch)
+    elif storage == STORED_Q8:
+        _unpack_q8(codes, scales, minimums, num, scratch)
+    else:
+        _unpack_q4(codes, scales, minimums, num, scratch)
 
 
 @jit
@@ -158,6 +162,13 @@ def _packed(
                 _q2x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
             else:
                 _q1x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+        elif storage == STORED_Q4:
+            if step == 4:
+                _n4x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+            elif step == 2:
+                _n2x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
+            else:
+                _n1x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
         elif step == 4:
             _h4x4(x_row, x_stride, w, BLOCK_ROWS, s, m, num, out_row, out_stride, 0)
         elif step == 2:
@@ -217,12 +228,10 @@ def _narrow(
 def _gate(task: Any, block: int) -> None:
     """gate = silu(gate) * up on one block."""
     rows, stride = task[ROWS], task[FIRST_MATRIX + OUT_STRIDE]
-    gate = numba.carray(pointer(task[FIRST_MATRIX + OUT]), (rows * stride,), np.float32)
-    up = numba.carray(pointer(task[FIRST_MATRIX + MATRIX_FIELDS + OUT]), (rows * stride,), np.float32)
     for row in range(rows):
-        first = row * stride + block * BLOCK_ROWS
-        for i in range(first, first + BLOCK_ROWS):
-            gate[i] = np.float32(silu(gate[i]) * up[i])
+        first = 4 * (row * stride + block * BLOCK_ROWS)
+        up = task[FIRST_MATRIX + MATRIX_FIELDS + OUT] + first
+        gate_step(task[FIRST_MATRIX + OUT] + first, up, BLOCK_ROWS)
 
 
 @jit
@@ -248,28 +257,22 @@ def _add_bias(task: Any, matrix: int, block: int) -> None:
 
 
 @jit
-def gather_rows(storage: int, codes: int, scales: int, minimums: int, ids: Any, out: Any) -> None:
-    """out[r, :num_cols] = row ids[r] of a packed matrix. out: (R, num_cols) f32."""
+def gather_rows(storage: int, codes: int, scales: int, minimums: int, ids: Any, out: Any, panel: Any) -> None:
+    """out[r, :num_cols] = row ids[r] of a packed matrix. out: (R, num_cols) f32. panel: (num_cols, 64) f32 scratch."""
     num = out.shape[1]
+    size = num * input_size(storage)
+    groups = num // GROUP_COLS * BLOCK_ROWS * 4
     for r in range(len(ids)):
         block, lane = ids[r] // BLOCK_ROWS, ids[r] % BLOCK_ROWS
-        first = block * num * BLOCK_ROWS + lane
         if storage == STORED_F32:
-            values = numba.carray(pointer(codes), (first + num * BLOCK_ROWS,), np.float32)
-            for k in range(num):
-                out[r, k] = values[first + k * BLOCK_ROWS]
-        elif storage == STORED_BF16:
-            halves = numba.carray(pointer(codes), (first + num * BLOCK_ROWS,), np.uint16)
-            for k in range(num):
-                out[r, k] = bits_float(np.int32(np.int32(halves[first + k * BLOCK_ROWS]) << np.int32(16)))
+            dense = numba.carray(pointer(codes + block * size), (num, BLOCK_ROWS), np.float32)
+            out[r] = dense[:, lane]
         else:
-            bytes_ = numba.carray(pointer(codes), (first + num * BLOCK_ROWS,), np.uint8)
-            start = block * (num // GROUP_COLS) * BLOCK_ROWS + lane
-            scale = numba.carray(pointer(scales), (start + num // GROUP_COLS * BLOCK_ROWS,), np.float32)
-            minimum = numba.carray(pointer(minimums), (start + num // GROUP_COLS * BLOCK_ROWS,), np.float32)
-            for k in range(num):
-                group = start + k // GROUP_COLS * BLOCK_ROWS
-                out[r, k] = fma(scale[group], np.float32(bytes_[first + k * BLOCK_ROWS]), minimum[group])
+            _unpack(
+                storage, codes + block * size, scales + block * groups, minimums + block * groups, num,
+                panel.ctypes.data,
+            )  # fmt: skip
+            out[r] = panel[:, lane]
 
 
 @jit

@@ -8,10 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cpu import kernels as kn
-from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q8
+from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q4, STORED_Q8
 from gpu.model.tensors import BLOCK_ROWS, Floats, WeightMatrix, WeightStorage
 
-STORED = {WeightStorage.F32: STORED_F32, WeightStorage.BF16: STORED_BF16, WeightStorage.Q8: STORED_Q8}
+STORED = {
+    WeightStorage.F32: STORED_F32,
+    WeightStorage.BF16: STORED_BF16,
+    WeightStorage.Q8: STORED_Q8,
+    WeightStorage.Q4: STORED_Q4,
+}
 
 
 class ProductTask:

@@ -1,7 +1,6 @@
-"""The inner product of all dense kernels and of attention, as LLVM code.
+"""The inner product of all dense kernels and of attention.
 
-A `<16 x float>` is one AVX-512 register, two of AVX, four of NEON or SSE: LLVM splits it without reordering. Outputs
-lie across the lanes and inputs are visited one after the other, so an output's sum is one plain chain of fused
+Outputs lie across the lanes and inputs are visited one after the other, so an output's sum is one plain chain of fused
 multiply-adds, whatever the tile's shape: this is what makes a row's bits independent of its neighbours.
 """
 
@@ -9,150 +8,127 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from gpu.cpu.vector_code import FLOATS, I8, I16, INTS, LANES, VectorCode, emitted_kernel, floats, ints
+from gpu.model.tensors import BLOCK_ROWS, GROUP_COLS
 
-from gpu.model.tensors import GROUP_COLS
+STORED_F32, STORED_BF16, STORED_Q8, STORED_Q4 = 0, 1, 2, 3
 
-LANES = 16
-STORED_F32, STORED_BF16, STORED_Q8 = 0, 1, 2
-
-_f32 = ir.FloatType()
-_i32, _i64 = ir.IntType(32), ir.IntType(64)
-_vec = ir.VectorType(_f32, LANES)
-_ivec = ir.VectorType(_i32, LANES)
-_fma_type = ir.FunctionType(_vec, [_vec] * 3)
+_AHEAD = 4096
 
 
 def product_tile(num_rows: int, num_vectors: int, storage: int) -> Any:
-    """Make an intrinsic that computes num_rows x (16 num_vectors) outputs of a product.
+    """Make a kernel that computes num_rows x (16 num_vectors) outputs of a product.
 
-    Signature (all i64): x address, x row stride, w address, w input stride, scales address, minimums address,
+    Arguments (all i64): x address, x row stride, w address, w input stride, scales address, minimums address,
     num_inputs, out address, out row stride, chain. Strides are in elements. Output (r, c) is
     fma(x[r, k], w[k, c], .) over k = 0, 1, ... in order, from 0 (chain 0) or from what out holds (chain 1): the same
-    sequence of operations for every tile shape and however the inputs are cut into panels. Q8: w = fma(scale, code,
-    minimum), scales and minimums [k / 32][stride of w], num_inputs a multiple of 32.
+    sequence of operations for every tile shape and however the inputs are cut into panels. Q8 and Q4: w =
+    fma(scale, code, minimum), 64 outputs, num_inputs a multiple of 32; see `gpu.model.tensors` for the layout.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def tile(
-        typingctx: Any,
-        x: Any,
-        ldx: Any,
-        w: Any,
-        ldw: Any,
-        scales: Any,
-        mins: Any,
-        num: Any,
-        out: Any,
-        ldo: Any,
-        chain: Any,
-    ) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            builder.call(_tile_function(builder.module, num_rows, num_vectors, storage), args)
-            return context.get_dummy_value()
+    def emit(code: VectorCode, args: Any) -> None:
+        _Tile(code, args, num_rows, num_vectors, storage).emit()
 
-        return types.none(*([types.int64] * 10)), codegen
-
-    return tile
+    return emitted_kernel(f"kvalet_tile_{num_rows}x{num_vectors}_{storage}", 10, emit)
 
 
-def _tile_function(module: Any, num_rows: int, num_vectors: int, storage: int) -> Any:
-    name = f"kvalet_tile_{num_rows}x{num_vectors}_{storage}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_i64] * 10), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    _TileBuilder(function, num_rows, num_vectors, storage).emit()
-    return function
+def unpack_tile(storage: int) -> Any:
+    """Make a kernel that writes the weights of one block as f32 [input][64]: the values that a product tile uses.
+
+    Arguments (all i64): w address, scales address, minimums address, num_inputs, out address.
+    """
+
+    def emit(code: VectorCode, args: Any) -> None:
+        w, scales, minimums, num, out = args
+        weights = _Weights(code, storage, 4, w, BLOCK_ROWS, scales, minimums)
+
+        def step(k: Any, values: list[Any]) -> None:
+            for v, value in enumerate(values):
+                code.store(value, out, code.offset(LANES * v, (k, BLOCK_ROWS)))
+
+        weights.visit(num, step)
+
+    return emitted_kernel(f"kvalet_unpack_{storage}", 5, emit)
 
 
-class _TileBuilder:
-    """Emits the body of one tile function: accumulators stay in registers, one step per input."""
+class _Tile:
+    """Emits one product tile: accumulators stay in registers, one step per input."""
 
-    def __init__(self, function: Any, num_rows: int, num_vectors: int, storage: int) -> None:
-        self.builder = ir.IRBuilder(function.append_basic_block("entry"))
-        self.x, self.ldx, self.w, self.ldw, self.scales, self.mins, self.num, self.out, self.ldo, self.chain = (
-            function.args
-        )
-        self.fma = cgutils.get_or_insert_function(function.module, _fma_type, f"llvm.fma.v{LANES}f32")
-        self.rows, self.vectors, self.storage = range(num_rows), range(num_vectors), storage
-        self.acc = [[self.builder.alloca(_vec) for _ in self.vectors] for _ in self.rows]
+    def __init__(self, code: VectorCode, args: Any, num_rows: int, num_vectors: int, storage: int) -> None:
+        self.code = code
+        self.x, self.x_stride, w, w_stride, scales, minimums, self.num, self.out, self.out_stride, self.chain = args
+        self.rows, self.vectors = range(num_rows), range(num_vectors)
+        self.weights = _Weights(code, storage, num_vectors, w, w_stride, scales, minimums)
+        self.totals = [[code.builder.alloca(FLOATS) for _ in self.vectors] for _ in self.rows]
 
     def emit(self) -> None:
-        builder = self.builder
-        self._start()
-        if self.storage == STORED_Q8:
-            groups = builder.udiv(self.num, _i64(GROUP_COLS))
-            with cgutils.for_range(builder, groups) as loop:
-                offset = builder.mul(loop.index, self.ldw)
-                scales = [self._load(self.scales, offset, v) for v in self.vectors]
-                mins = [self._load(self.mins, offset, v) for v in self.vectors]
-                first = builder.mul(loop.index, _i64(GROUP_COLS))
-                with cgutils.for_range(builder, _i64(GROUP_COLS)) as inner:
-                    self._step(builder.add(first, inner.index), scales, mins)
-        else:
-            with cgutils.for_range(builder, self.num) as loop:
-                self._step(loop.index, [], [])
+        code, builder = self.code, self.code.builder
+        places = [(r, v, code.offset(LANES * v, (r, self.out_stride))) for r in self.rows for v in self.vectors]
+        with builder.if_else(builder.icmp_signed("!=", self.chain, self.chain.type(0))) as (chained, fresh):
+            with chained:
+                for r, v, place in places:
+                    builder.store(code.load(self.out, place), self.totals[r][v])
+            with fresh:
+                for r, v, _ in places:
+                    builder.store(floats(0.0), self.totals[r][v])
+        self.weights.visit(self.num, self._step)
+        for r, v, place in places:
+            code.store(builder.load(self.totals[r][v]), self.out, place)
+
+    def _step(self, k: Any, weights: list[Any]) -> None:
+        code, builder = self.code, self.code.builder
         for r in self.rows:
+            x = code.splat(code.load_one(self.x, code.offset(k, (r, self.x_stride))))
             for v in self.vectors:
-                builder.store(builder.load(self.acc[r][v]), self._out(r, v), align=4)
-        builder.ret_void()
+                total = self.totals[r][v]
+                builder.store(code.fma(x, weights[v], builder.load(total)), total)
 
-    def _start(self) -> None:
-        builder = self.builder
-        zero = ir.Constant(_vec, [0.0] * LANES)
-        chained = builder.icmp_signed("!=", self.chain, _i64(0))
-        with builder.if_else(chained) as (then, otherwise):
-            with then:
-                for r in self.rows:
-                    for v in self.vectors:
-                        builder.store(builder.load(self._out(r, v), align=4), self.acc[r][v])
-            with otherwise:
-                for r in self.rows:
-                    for v in self.vectors:
-                        builder.store(zero, self.acc[r][v])
 
-    def _step(self, k: Any, scales: list[Any], mins: list[Any]) -> None:
-        """acc[r][v] = fma(x[r, k], w[k, v], acc[r][v]) for all r and v."""
-        builder = self.builder
-        offset = builder.mul(k, self.ldw)
-        weights = [self._weights(offset, v, scales, mins) for v in self.vectors]
-        for r in self.rows:
-            x = self._broadcast(r, k)
+class _Weights:
+    """Emits the loop over inputs and makes each input's weights, num_vectors registers of f32."""
+
+    def __init__(
+        self, code: VectorCode, storage: int, num_vectors: int, w: Any, w_stride: Any, scales: Any, minimums: Any
+    ) -> None:
+        self.code, self.storage, self.vectors = code, storage, range(num_vectors)
+        self.w, self.w_stride, self.scales, self.minimums = w, w_stride, scales, minimums
+
+    def visit(self, num: Any, step: Any) -> None:
+        """Call step(k, weights) for k = 0 .. num - 1 inside the emitted loop."""
+        code = self.code
+        if self.storage not in (STORED_Q8, STORED_Q4):
+            with code.loop(num) as k:
+                step(k, self._plain(k))
+            return
+        with code.loop(code.builder.udiv(num, num.type(GROUP_COLS))) as group:
+            first = code.offset(0, (group, BLOCK_ROWS))
+            scales = [code.load(self.scales, code.offset(first, LANES * v)) for v in self.vectors]
+            minimums = [code.load(self.minimums, code.offset(first, LANES * v)) for v in self.vectors]
             for v in self.vectors:
-                total = builder.call(self.fma, [x, weights[v], builder.load(self.acc[r][v])])
-                builder.store(total, self.acc[r][v])
+                for part in (self.scales, self.minimums):
+                    code.prefetch(part, code.offset(_AHEAD // 4 + 4 * LANES * v, (first, 4)))
+            with code.loop(GROUP_COLS) as inner:
+                k = code.offset(inner, (group, GROUP_COLS))
+                codes = self._codes(k)
+                step(k, [code.fma(scales[v], codes[v], minimums[v]) for v in self.vectors])
 
-    def _broadcast(self, r: int, k: Any) -> Any:
-        builder = self.builder
-        place = builder.gep(self._pointer(self.x, _f32), [builder.add(builder.mul(_i64(r), self.ldx), k)])
-        one = builder.insert_element(ir.Constant(_vec, ir.Undefined), builder.load(place, align=4), _i32(0))
-        return builder.shuffle_vector(one, ir.Constant(_vec, ir.Undefined), ir.Constant(_ivec, [0] * LANES))
-
-    def _weights(self, offset: Any, v: int, scales: list[Any], mins: list[Any]) -> Any:
-        builder = self.builder
+    def _plain(self, k: Any) -> list[Any]:
+        code, builder = self.code, self.code.builder
+        places = [code.offset(LANES * v, (k, self.w_stride)) for v in self.vectors]
         if self.storage == STORED_F32:
-            return self._load(self.w, offset, v)
-        bits = 16 if self.storage == STORED_BF16 else 8
-        raw = builder.zext(self._load(self.w, offset, v, ir.IntType(bits)), _ivec)
-        if self.storage == STORED_BF16:
-            return builder.bitcast(builder.shl(raw, ir.Constant(_ivec, [16] * LANES)), _vec)
-        return builder.call(self.fma, [scales[v], builder.sitofp(raw, _vec), mins[v]])
+            return [code.load(self.w, place) for place in places]
+        code.prefetch(self.w, code.offset(_AHEAD, (k, 2 * BLOCK_ROWS)))
+        code.prefetch(self.w, code.offset(_AHEAD + BLOCK_ROWS, (k, 2 * BLOCK_ROWS)))
+        halves = [builder.zext(code.load(self.w, place, I16), INTS) for place in places]
+        return [builder.bitcast(builder.shl(half, ints(16)), FLOATS) for half in halves]
 
-    def _load(self, address: Any, offset: Any, v: int, element: Any = _f32) -> Any:
-        builder = self.builder
-        place = builder.gep(self._pointer(address, element), [builder.add(offset, _i64(LANES * v))])
-        align = 4 if element is _f32 else element.width // 8
-        return builder.load(builder.bitcast(place, ir.VectorType(element, LANES).as_pointer()), align=align)
-
-    def _out(self, r: int, v: int) -> Any:
-        builder = self.builder
-        offset = builder.add(builder.mul(_i64(r), self.ldo), _i64(LANES * v))
-        return builder.bitcast(builder.gep(self._pointer(self.out, _f32), [offset]), _vec.as_pointer())
-
-    def _pointer(self, address: Any, element: Any) -> Any:
-        return self.builder.inttoptr(address, element.as_pointer())
+    def _codes(self, k: Any) -> list[Any]:
+        """Codes of one input as f32. Q4: byte j holds output j in its low and output j + 32 in its high nibble."""
+        code, builder = self.code, self.code.builder
+        stride = BLOCK_ROWS if self.storage == STORED_Q8 else BLOCK_ROWS // 2
+        code.prefetch(self.w, code.offset(_AHEAD, (k, stride)))
+        count = stride // LANES
+        raw = [builder.zext(code.load(self.w, code.offset(LANES * v, (k, stride)), I8), INTS) for v in range(count)]
+        if self.storage == STORED_Q4:
+            raw = [builder.and_(part, ints(15)) for part in raw] + [builder.lshr(part, ints(4)) for part in raw]
+        return [builder.sitofp(part, FLOATS) for part in raw]

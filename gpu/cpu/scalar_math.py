@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from gpu.cpu.intrinsics import bits_float, float_bits, fma
-from gpu.cpu.softmax_step import EXP_FLOOR, EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2E, ROUNDER
+from gpu.cpu.vector_code import EXP_FLOOR, EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2E, ROUNDER
 
 jit: Any = numba.njit(cache=True, nogil=True, boundscheck=False)
 
@@ -34,14 +34,6 @@ def exp(x: float) -> float:
     p = fma(p, np.float32(r * r), np.float32(r + _ONE))
     power = bits_float(np.int32(float_bits(p) + np.int32(float_bits(shifted) << np.int32(23))))
     return _ZERO if x < _FLOOR else power
-
-
-@jit
-def silu(x: float) -> float:
-    """x / (1 + exp(-x)) in f32, by exp of the negative magnitude."""
-    e = exp(-abs(x))
-    top = _ONE if x >= _ZERO else e
-    return np.float32(x * np.float32(top / np.float32(_ONE + e)))
 
 
 @jit

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numpy.typing import NDArray

@@ -1,0 +1,1 @@
+"""Models: shape, weights, files and the forward pass."""

@@ -46,7 +46,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-type decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. Raises ModelFileError for impossible shapes.
+    """A Llama-type decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU. Impossible shapes raise ModelFileError.
 
     rope_dim: leading elements of a head that are rotated. qkv_bias: q, k and v carry biases (Qwen2). qk_norm: RMSNorm
     of each query and key head before RoPE (Qwen3). eos_ids: every id that ends a reply. context_length: tokens,

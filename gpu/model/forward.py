@@ -12,7 +12,7 @@ from gpu.cpu.kernels import OP_ADD, OP_GATED, OP_PRODUCT, gather_rows, normalize
 from gpu.cpu.product_task import STORED, ProductTask, padded_width
 from gpu.cpu.threads import CpuThreads
 from gpu.model.config import ModelConfig
-from gpu.model.tensors import Floats, LayerWeights, ModelWeights
+from gpu.model.tensors import BLOCK_ROWS, Floats, LayerWeights, ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class HostModel:
         self._threads = threads
         self._rows = _RowBuffers(config, 0)
         self._layers: list[LayerTasks] = []
+        self._panel = np.empty((config.hidden_size, BLOCK_ROWS), np.float32)
 
     def run(
         self, token_ids: NDArray[np.int64], sampled_rows: NDArray[np.int64], cells: StepCells, cache: KVCache
@@ -66,7 +67,7 @@ class HostModel:
         matrix = self._weights.embedding
         codes, scales, minimums = (part.ctypes.data for part in (matrix.codes, matrix.scales, matrix.minimums))
         target = self._rows.hidden[: len(token_ids), : self.config.hidden_size]
-        gather_rows(STORED[matrix.storage], codes, scales, minimums, token_ids, target)
+        gather_rows(STORED[matrix.storage], codes, scales, minimums, token_ids, target, self._panel)
 
     def _logits(self, sampled_rows: NDArray[np.int64]) -> Floats:
         """Final norm and head of some rows."""

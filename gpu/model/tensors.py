@@ -3,9 +3,10 @@
 A matrix of `num_rows` outputs by `num_cols` inputs is packed into blocks of 64 outputs, inputs outermost, so that a
 product walks memory once, in order, and broadcasts one input over 64 outputs at a time:
 
-    codes     [block][input][64]          f32, bf16 (as u16) or u8
-    scales    [block][input / 32][64]     f32, Q8 only: value = scale * code + minimum
-    minimums  [block][input / 32][64]     f32, Q8 only
+    codes     [block][input][64]          f32, bf16 (as u16), Q8 u8
+              [block][input][32]          Q4 u8: output j in the low nibble of byte j, output j + 32 in the high one
+    scales    [block][input / 32][64]     f32, Q8 and Q4: value = scale * code + minimum
+    minimums  [block][input / 32][64]     f32, Q8 and Q4
 
 Rows beyond `num_rows` in the last block are zero.
 """
@@ -24,15 +25,18 @@ from gpu.errors import ModelFileError
 BLOCK_ROWS = 64
 GROUP_COLS = 32
 
+_MAX_NIBBLE = np.uint8(15)
+
 Floats = NDArray[np.float32]
 
 
 class WeightStorage(StrEnum):
-    """How weights lie in memory. Q8 keeps the codes of 4, 5 and 8 bit file formats without any loss."""
+    """How weights lie in memory. Q4 and Q8 keep the codes of 4, and of 5 to 8 bit file formats without any loss."""
 
     F32 = "f32"
     BF16 = "bf16"
     Q8 = "q8"
+    Q4 = "q4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class WeightMatrix:
 
     @classmethod
     def from_f32(cls, values: Floats, storage: WeightStorage = WeightStorage.BF16) -> WeightMatrix:
-        """Pack values: (num_rows, num_cols) f32. BF16 rounds to nearest even. Raises ModelFileError for Q8."""
+        """Pack values: (num_rows, num_cols) f32. BF16 rounds to nearest even; Q8 and Q4 raise ModelFileError."""
         if values.ndim != 2:
             raise ModelFileError("matrix.ndim", values.ndim, "must be 2")
         dense = np.asarray(values, np.float32)
@@ -66,9 +70,10 @@ class WeightMatrix:
     def from_groups(cls, codes: NDArray[np.uint8], scales: Floats, minimums: Floats) -> WeightMatrix:
         """Pack quantized rows: value = scale * code + minimum, one scale and minimum per 32 inputs of a row.
 
-        codes: (num_rows, num_cols) u8; scales, minimums: (num_rows, num_cols / 32) f32. A signed code c is stored as
-        c + 128 with minimum -128 * scale. With fp16 scales and minimums the f32 value is exact before the addition, so
-        a product has the same bits as with the dequantized f32 matrix. Raises ModelFileError if shapes do not agree.
+        codes: (num_rows, num_cols) u8; scales, minimums: (num_rows, num_cols / 32) f32. A signed code c is given as
+        c + 128 with minimum -128 * scale. Codes below 16 are stored as Q4, else Q8. With fp16 scales and minimums
+        scale * code is exact in f32, so a product has the same bits as with the dequantized matrix. Raises
+        ModelFileError if shapes do not agree.
         """
         num_rows, num_cols = codes.shape
         if num_cols % GROUP_COLS:
@@ -77,13 +82,20 @@ class WeightMatrix:
             if part.shape != (num_rows, num_cols // GROUP_COLS):
                 raise ModelFileError(f"matrix.{name}", part.shape, f"must be {(num_rows, num_cols // GROUP_COLS)}")
         packed = (_pack(np.asarray(part, np.float32)) for part in (scales, minimums))
-        return cls(num_rows, num_cols, WeightStorage.Q8, _pack(np.asarray(codes, np.uint8)), *packed)
+        blocks = _pack(np.asarray(codes, np.uint8))
+        if blocks.max(initial=0) > _MAX_NIBBLE:
+            return cls(num_rows, num_cols, WeightStorage.Q8, blocks, *packed)
+        nibbles = blocks[..., : BLOCK_ROWS // 2] | (blocks[..., BLOCK_ROWS // 2 :] << np.uint8(4))
+        return cls(num_rows, num_cols, WeightStorage.Q4, nibbles, *packed)
 
     def to_f32(self) -> Floats:
         """Unpack into (num_rows, num_cols) f32: the values that a product uses."""
-        if self.storage is WeightStorage.Q8:
-            scales = np.repeat(self.scales, GROUP_COLS, axis=1)
-            dense = scales * self.codes.astype(np.float32) + np.repeat(self.minimums, GROUP_COLS, axis=1)
+        if self.storage in (WeightStorage.Q8, WeightStorage.Q4):
+            codes = self.codes
+            if self.storage is WeightStorage.Q4:
+                codes = np.concatenate((codes & _MAX_NIBBLE, codes >> np.uint8(4)), axis=-1)
+            scales, minimums = (np.repeat(part, GROUP_COLS, axis=1) for part in (self.scales, self.minimums))
+            dense = scales * codes.astype(np.float32) + minimums
         elif self.storage is WeightStorage.BF16:
             dense = (self.codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
