@@ -7,16 +7,14 @@ from typing import Any
 
 from gateway.auth import Principal
 from gateway.chat_request import ChatRequest
-from gateway.errors import InvalidRequest, NotFound, PermissionRefused, PromptTooLong
+from gateway.errors import InvalidRequest, InvalidValue, NotFound, PermissionRefused
 from gateway.http import Gateway, new_id, no_such
+from gateway.prompt_size import INSTRUCTIONS
 from gateway.responses_request import ResponsesRequest
 from gateway.sampling_fields import Generation
 from gateway.turns import Idempotency
 from snapshot_store.transcript import CacheScope
 from workers.turns.records import TurnRequest
-
-INSTRUCTIONS = "instructions"
-"""Marks the message that holds a response's `instructions`: it leads the prompt of its own turn and of no later one."""
 
 
 async def admit_chat(
@@ -24,7 +22,7 @@ async def admit_chat(
 ) -> tuple[tuple[str, ...], float]:
     """Accept one stateless turn per choice; returns their ids (the first is the completion's) and the first's time.
 
-    Raises NotFound (model), PromptTooLong, and what `TurnService.submit` raises. When a later choice is refused, the
+    Raises NotFound (model), and what `TurnService.submit` raises. When a later choice is refused, the
     earlier ones are cancelled.
     """
     first = _request(
@@ -60,7 +58,7 @@ async def admit_response(
 ) -> str:
     """Accept the turn of a response; returns its id.
 
-    Raises NotFound (model, parent, conversation), PromptTooLong, and what `TurnService.submit` raises.
+    Raises NotFound (model, parent, conversation), and what `TurnService.submit` raises.
     """
     _check_parent(asked)
     body = asked.body
@@ -144,15 +142,9 @@ async def _check_size(
     """Refuse an unknown model, a prompt beyond its context, and a max_tokens that no prompt could leave room for."""
     model = gateway.fleet.model(request.model)
     if model is None:
-        raise NotFound(
-            f"the model '{request.model[:80]}' does not exist", code="model_not_found", param="model"
-        )
+        raise NotFound(f"the model '{request.model[:80]}' does not exist", code="model_not_found", param="model")
     if max_tokens is not None and max_tokens > model.context_length:
-        raise InvalidRequest(
-            f"'{limit_param}' = {max_tokens} is more than the context length of {model.context_length}",
-            code="invalid_value",
-            param=limit_param,
+        raise InvalidValue(
+            limit_param, f"'{limit_param}' = {max_tokens} is more than the context length of {model.context_length}"
         )
-    num_tokens = await gateway.turns.prompt_size(request)
-    if num_tokens is not None and num_tokens >= model.context_length:
-        raise PromptTooLong(num_tokens, model.context_length, prompt_param)
+    await gateway.sizer.check(request, model, prompt_param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,6 +19,7 @@ from gateway.errors import ApiError, NotFound
 from gateway.fleet import FleetMonitor
 from gateway.http import Gateway
 from gateway.metrics import GatewayMetrics
+from gateway.prompt_size import PromptSizer
 from gateway.settings import GatewaySettings
 from gateway.turns import TurnService
 
@@ -69,7 +71,8 @@ def _lifespan(settings: GatewaySettings, keys: ApiKeys) -> Callable[[FastAPI], A
         turns = TurnService(settings)
         metrics = GatewayMetrics()
         fleet = FleetMonitor(turns, settings, metrics)
-        app.state.gateway = Gateway(settings, keys, turns, fleet, metrics)
+        sizer = PromptSizer(turns)
+        app.state.gateway = Gateway(settings, keys, turns, fleet, sizer, metrics)
         await turns.open()
         await fleet.open()
         try:
@@ -77,6 +80,7 @@ def _lifespan(settings: GatewaySettings, keys: ApiKeys) -> Callable[[FastAPI], A
         finally:
             await fleet.close()
             await turns.close()
+            await asyncio.to_thread(sizer.close)
 
     return lifespan
 

@@ -68,7 +68,9 @@ def load_keys(path: Path | None) -> ApiKeys:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"KVALET_GATEWAY_KEYS_FILE={str(path)!r}: cannot be read ({type(error).__name__})") from error
+        raise SettingsError(
+            f"KVALET_GATEWAY_KEYS_FILE={str(path)!r}: cannot be read ({type(error).__name__})"
+        ) from error
     entries: dict[str, Principal] = {}
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].split()
@@ -89,5 +91,7 @@ def _parse_line(words: list[str], where: str) -> tuple[str, Principal]:
     is_admin = rest[-1:] == ["admin"] and len(rest) > 1
     names = rest[:-1] if is_admin else rest
     if not 1 <= len(names) <= 2 or not all(_NAME.fullmatch(name) for name in names):
-        raise SettingsError(f"{where}: expected '<sha256> <tenant> [key id] [admin]', names of 1 to 64 of A-Z a-z 0-9 . _ -")
+        raise SettingsError(
+            f"{where}: expected '<sha256> <tenant> [key id] [admin]', names of 1 to 64 of A-Z a-z 0-9 . _ -"
+        )
     return digest, Principal(tenant=names[0], key_id=names[1] if len(names) == 2 else digest[:12], is_admin=is_admin)

@@ -55,7 +55,8 @@ def _check_media_type(content_type: str | None) -> None:
     media_type = (content_type or "").split(";")[0].strip().lower()
     if media_type != "application/json":
         raise WrongMediaType(
-            f"Content-Type {media_type or '(none)'} is not supported; send application/json", code="unsupported_media_type"
+            f"Content-Type {media_type or '(none)'} is not supported; send application/json",
+            code="unsupported_media_type",
         )
 
 
@@ -78,7 +79,9 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise InvalidRequest(f"the key {twice[:80]!r} occurs twice in one object", code="duplicate_key", param=twice[:80])
+        raise InvalidRequest(
+            f"the key {twice[:80]!r} occurs twice in one object", code="duplicate_key", param=twice[:80]
+        )
     return result
 
 

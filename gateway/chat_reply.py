@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.errors import ApiError, InvalidRequest, error_of_turn
+from gateway.errors import ApiError, InvalidValue, error_of_turn
 from gateway.logprobs import chat_logprobs
 from gateway.sse import Frame
 from gateway.usage import chat_usage, extension_of
@@ -23,7 +23,9 @@ class ChatReply:
     turn_ids: one per choice; the first is the completion's id. created: unix seconds.
     """
 
-    def __init__(self, turn_ids: tuple[str, ...], model: str, created: int, wants_logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self, turn_ids: tuple[str, ...], model: str, created: int, wants_logprobs: bool, include_usage: bool
+    ) -> None:
         self._turn_ids = turn_ids
         self._model = model
         self._created = created
@@ -108,7 +110,12 @@ class ChatReply:
             raise ApiError("the reply is not complete", code="server_error")
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(self._texts[index]), "refusal": None, "annotations": []},
+            "message": {
+                "role": "assistant",
+                "content": "".join(self._texts[index]),
+                "refusal": None,
+                "annotations": [],
+            },
             "logprobs": chat_logprobs(self._logprobs[index]) if self._wants_logprobs else None,
             "finish_reason": terminal.finish_reason or "stop",
             "kvalet": extension_of(self._turn_ids[index], terminal),
@@ -128,9 +135,7 @@ class ResumePoint:
             return
         parts = last_event_id.split(",")
         if len(parts) != num_choices or not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
-            raise InvalidRequest(
-                f"'Last-Event-ID' = {last_event_id[:80]!r} is no id of this stream", code="invalid_value", param="Last-Event-ID"
-            )
+            raise InvalidValue("Last-Event-ID", f"'Last-Event-ID' = {last_event_id[:80]!r} is no id of this stream")
         self._seen = [int(part) for part in parts]
 
     def is_new(self, frame: Frame, index: int) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway.errors import InvalidRequest, UnsupportedField
+from gateway.errors import InvalidValue, UnsupportedField
 from gateway.fields import Metadata, Penalty, RequestModel, TokenCount, check_metadata, parse, refuse_extras
 from gateway.sampling_fields import Generation, SamplingFields, generation_of, stops_of, top_logprobs_of
 
@@ -79,14 +79,14 @@ class ChatRequest:
         self.messages = chat_messages(body.messages, max_messages)
         self.num_choices = body.n or 1
         if self.num_choices > max_choices:
-            raise InvalidRequest(f"'n' = {body.n} is more than {max_choices}", code="invalid_value", param="n")
+            raise InvalidValue("n", f"'n' = {body.n} is more than {max_choices}")
         self.max_tokens = _max_tokens(body)
         self.stops = stops_of(body.stop)
         self.logprobs = _logprobs(body)
         check_metadata(body.metadata)
         if body.stream_options is not None:
             if not body.stream:
-                raise InvalidRequest("'stream_options' needs 'stream': true", code="invalid_value", param="stream_options")
+                raise InvalidValue("stream_options", "'stream_options' needs 'stream': true")
             refuse_extras(body.stream_options, "stream_options")
         self.generation: Generation = generation_of(
             body,
@@ -119,9 +119,7 @@ def chat_messages(messages: list[ChatMessage], max_messages: int) -> tuple[dict[
     Raises InvalidRequest for no or too many messages, an unknown role, or content that is not text.
     """
     if not 1 <= len(messages) <= max_messages:
-        raise InvalidRequest(
-            f"'messages' has {len(messages)} entries, the limits are 1 and {max_messages}", code="invalid_value", param="messages"
-        )
+        raise InvalidValue("messages", f"'messages' has {len(messages)} entries, the limits are 1 and {max_messages}")
     return tuple(_plain(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
@@ -130,14 +128,10 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
     if role is None:
         if message.role in ("tool", "function"):
             raise UnsupportedField(f"{where}.role", message.role, "tools are not served")
-        raise InvalidRequest(
-            f"'{where}.role' = {message.role[:40]!r} is not one of {', '.join(_ROLES)}",
-            code="invalid_value",
-            param=f"{where}.role",
-        )
+        raise InvalidValue(f"{where}.role", f"'{where}.role' = {message.role[:40]!r} is not one of {', '.join(_ROLES)}")
     refuse_extras(message, where, _EMPTY_IN_MESSAGES)
     if message.content is None:
-        raise InvalidRequest(f"'{where}.content' must be a string or a list of text parts", code="invalid_value", param=f"{where}.content")
+        raise InvalidValue(f"{where}.content", f"'{where}.content' must be a string or a list of text parts")
     return {"role": role, "content": text_of(message.content, f"{where}.content", ("text",))}
 
 
@@ -146,13 +140,13 @@ def text_of(content: str | list[TextPart], where: str, types: tuple[str, ...]) -
     if isinstance(content, str):
         return content
     if not content:
-        raise InvalidRequest(f"'{where}' has no parts", code="invalid_value", param=where)
+        raise InvalidValue(where, f"'{where}' has no parts")
     texts: list[str] = []
     for index, part in enumerate(content):
         if part.type not in types:
             raise UnsupportedField(f"{where}[{index}].type", part.type, f"allowed: {', '.join(types)}")
         if part.text is None:
-            raise InvalidRequest(f"'{where}[{index}].text' is missing", code="invalid_value", param=f"{where}[{index}].text")
+            raise InvalidValue(f"{where}[{index}].text", f"'{where}[{index}].text' is missing")
         refuse_extras(part, f"{where}[{index}]", frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"}))
         texts.append(part.text)
     return "\n".join(texts)
@@ -161,13 +155,11 @@ def text_of(content: str | list[TextPart], where: str, types: tuple[str, ...]) -
 def _max_tokens(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise InvalidRequest(
-            f"'max_tokens' = {old} and 'max_completion_tokens' = {new} differ", code="invalid_value", param="max_tokens"
-        )
+        raise InvalidValue("max_tokens", f"'max_tokens' = {old} and 'max_completion_tokens' = {new} differ")
     return old if new is None else new
 
 
 def _logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("'top_logprobs' needs 'logprobs': true", code="invalid_value", param="top_logprobs")
+        raise InvalidValue("top_logprobs", "'top_logprobs' needs 'logprobs': true")
     return top_logprobs_of(body.top_logprobs, "top_logprobs") if body.logprobs else None

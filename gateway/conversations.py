@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.auth import Principal
 from gateway.body import read_object, read_optional_object
-from gateway.errors import InvalidRequest
+from gateway.errors import InvalidValue
 from gateway.fields import Metadata, RequestModel, check_metadata, parse
 from gateway.http import Gateway, gateway_of, new_id, no_such, path_id, principal_of
 from gateway.items import input_items, item_list, message_item
@@ -63,7 +63,7 @@ async def update_conversation(request: Request) -> Response:
     body, _ = await read_object(request, gateway.settings.max_body_bytes)
     parsed = parse(ConversationBody, body, {})
     if parsed.items is not None:
-        raise InvalidRequest("'items' are added under /items", code="invalid_value", param="items")
+        raise InvalidValue("items", "'items' are added under /items")
     check_metadata(parsed.metadata)
     conversation = await _named(request)
     metadata = dict(parsed.metadata or {})
@@ -98,7 +98,7 @@ async def add_items(request: Request) -> Response:
     body, _ = await read_object(request, gateway.settings.max_body_bytes)
     messages = _messages(parse(ItemsBody, body, {}).items)
     if not messages:
-        raise InvalidRequest("'items' is empty", code="invalid_value", param="items")
+        raise InvalidValue("items", "'items' is empty")
     conversation = await _named(request)
     pending = await gateway.turns.add_messages(principal.tenant, conversation.conversation_id, messages)
     if pending is None:
@@ -144,9 +144,7 @@ def _pending_items(conversation: ConversationView, pending: tuple[dict[str, Any]
 
 def _messages(items: list[InputItem]) -> tuple[dict[str, Any], ...]:
     if len(items) > _MAX_NEW_ITEMS:
-        raise InvalidRequest(
-            f"'items' has {len(items)} entries, the limit is {_MAX_NEW_ITEMS}", code="invalid_value", param="items"
-        )
+        raise InvalidValue("items", f"'items' has {len(items)} entries, the limit is {_MAX_NEW_ITEMS}")
     return tuple(plain_item(item, f"items[{index}]") for index, item in enumerate(items))
 
 

@@ -1,19 +1,20 @@
 """Errors of the `gateway` package: each is one HTTP answer in OpenAI's shape.
 
-    ApiError
-    |-- InvalidRequest        400  a field is malformed; `param` names it
-    |   |-- UnsupportedField  400  a field that is known, not served, and not at its default
-    |   `-- PromptTooLong     400  prompt tokens beyond the context length; both numbers
-    |-- AuthenticationFailed  401  no API key or an unknown one
-    |-- PermissionRefused     403  the key may not do this
-    |-- NotFound              404  no such thing in this tenant
-    |-- Conflict              409  an idempotency key with another body, a conversation in another state
-    |-- BodyTooLarge          413  the body is over the limit
-    |-- WrongMediaType        415  the body is not JSON
-    |-- Overloaded            429  the queue is full; carries Retry-After
-    |-- TurnFault             500  an accepted turn failed
-    |-- Unavailable           503  control, or every worker of the model, is out of reach
-    `-- TimedOut              504  no result within the gateway's own limit
+ApiError
+|-- InvalidRequest        400  a field is malformed; `param` names it
+|   |-- InvalidValue      400  a value out of its limits
+|   |-- UnsupportedField  400  a field that is known, not served, and not at its default
+|   `-- PromptTooLong     400  prompt tokens beyond the context length; both numbers
+|-- AuthenticationFailed  401  no API key or an unknown one
+|-- PermissionRefused     403  the key may not do this
+|-- NotFound              404  no such thing in this tenant
+|-- Conflict              409  an idempotency key with another body, a conversation in another state
+|-- BodyTooLarge          413  the body is over the limit
+|-- WrongMediaType        415  the body is not JSON
+|-- Overloaded            429  the queue is full; carries Retry-After
+|-- TurnFault             500  an accepted turn failed
+|-- Unavailable           503  control, or every worker of the model, is out of reach
+`-- TimedOut              504  no result within the gateway's own limit
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ class InvalidRequest(ApiError):
 
     status = 400
     kind = "invalid_request_error"
+
+
+class InvalidValue(InvalidRequest):
+    """A field with a value that is out of its limits."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message, code="invalid_value", param=param)
 
 
 class UnsupportedField(InvalidRequest):

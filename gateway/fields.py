@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.errors import InvalidRequest, UnsupportedField
+from gateway.errors import InvalidRequest, InvalidValue, UnsupportedField
 
 Body = TypeVar("Body", bound="RequestModel")
 
@@ -52,9 +52,7 @@ def refuse_extras(part: RequestModel, where: str, allowed_empty: frozenset[str] 
 def check_metadata(metadata: dict[str, str] | None) -> None:
     """Refuse metadata of more than MAX_METADATA entries. Raises InvalidRequest."""
     if len(metadata or {}) > MAX_METADATA:
-        raise InvalidRequest(
-            f"'metadata' has more than {MAX_METADATA} entries", code="invalid_value", param="metadata"
-        )
+        raise InvalidValue("metadata", f"'metadata' has more than {MAX_METADATA} entries")
 
 
 def _same(value: object, allowed: object) -> bool:
@@ -74,7 +72,7 @@ def _invalid(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"missing required field '{param}'", code="missing_required_parameter", param=param)
     shown = repr(fault["input"])
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidRequest(f"'{param}' = {shown}: {fault['msg']}", code="invalid_value", param=param)
+    return InvalidValue(param, f"'{param}' = {shown}: {fault['msg']}")
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:

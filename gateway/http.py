@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from gateway.auth import ApiKeys, Principal
-from gateway.errors import InvalidRequest, NotFound, Overloaded, PermissionRefused
+from gateway.errors import InvalidValue, NotFound, Overloaded, PermissionRefused
 from gateway.fleet import FleetMonitor
 from gateway.metrics import GatewayMetrics
+from gateway.prompt_size import PromptSizer
 from gateway.settings import GatewaySettings
 from gateway.turns import Idempotency, TurnService
 
@@ -28,6 +29,7 @@ class Gateway:
     keys: ApiKeys
     turns: TurnService
     fleet: FleetMonitor
+    sizer: PromptSizer
     metrics: GatewayMetrics
 
 
@@ -74,10 +76,8 @@ def idempotency_of(request: Request, raw: bytes) -> Idempotency | None:
     if key is None:
         return None
     if not 1 <= len(key) <= _MAX_KEY_CHARS:
-        raise InvalidRequest(
-            f"'Idempotency-Key' has {len(key)} characters, the limits are 1 and {_MAX_KEY_CHARS}",
-            code="invalid_value",
-            param="Idempotency-Key",
+        raise InvalidValue(
+            "Idempotency-Key", f"'Idempotency-Key' has {len(key)} characters, the limits are 1 and {_MAX_KEY_CHARS}"
         )
     digest = hashlib.sha256(request.url.path.encode() + b"\n" + raw).digest()
     return Idempotency(key, digest)
@@ -89,7 +89,7 @@ def query_int(request: Request, name: str, low: int, high: int) -> int | None:
     if value is None:
         return None
     if not re.fullmatch(r"-?[0-9]{1,12}", value) or not low <= int(value) <= high:
-        raise InvalidRequest(f"'{name}' = {value[:40]!r} is no integer between {low} and {high}", code="invalid_value", param=name)
+        raise InvalidValue(name, f"'{name}' = {value[:40]!r} is no integer between {low} and {high}")
     return int(value)
 
 
@@ -97,7 +97,7 @@ def query_flag(request: Request, name: str) -> bool:
     """A true/false query parameter, false when left out. Raises InvalidRequest for other values."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
-        raise InvalidRequest(f"'{name}' = {value[:40]!r} is neither true nor false", code="invalid_value", param=name)
+        raise InvalidValue(name, f"'{name}' = {value[:40]!r} is neither true nor false")
     return value in ("true", "1")
 
 
@@ -105,5 +105,7 @@ def check_capacity(gateway: Gateway) -> None:
     """Refuse a request beyond the number that one process waits for at once. Raises Overloaded."""
     if gateway.metrics.open_requests >= gateway.settings.max_streams:
         raise Overloaded(
-            f"this gateway already waits for {gateway.settings.max_streams} replies", retry_after_s=1, code="gateway_busy"
+            f"this gateway already waits for {gateway.settings.max_streams} replies",
+            retry_after_s=1,
+            code="gateway_busy",
         )

@@ -7,8 +7,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from gateway.errors import InvalidRequest, UnsupportedField
+from gateway.errors import InvalidValue, UnsupportedField
 from gateway.http import no_such, query_int
+from gateway.prompt_size import INSTRUCTIONS
 from gateway.response_reply import item_id
 
 _DEFAULT_LIMIT = 20
@@ -16,9 +17,10 @@ _MAX_LIMIT = 100
 
 
 def input_items(owner_id: str, messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as items, oldest first. owner_id: the turn or conversation that brought them; their ids follow from it."""
+    """Messages as items, oldest first; instructions are none. owner_id: the turn or conversation that brought them."""
     stem = item_id(owner_id)
-    return [message_item(f"{stem}_{index}", message) for index, message in enumerate(messages)]
+    shown = [message for message in messages if not message.get(INSTRUCTIONS)]
+    return [message_item(f"{stem}_{index}", message) for index, message in enumerate(shown)]
 
 
 def message_item(message_id: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def item_list(request: Request, items: Sequence[dict[str, Any]], default_order: 
     limit = query_int(request, "limit", 1, _MAX_LIMIT) or _DEFAULT_LIMIT
     order = request.query_params.get("order", default_order)
     if order not in ("asc", "desc"):
-        raise InvalidRequest(f"'order' = {order[:40]!r} is neither asc nor desc", code="invalid_value", param="order")
+        raise InvalidValue("order", f"'order' = {order[:40]!r} is neither asc nor desc")
     include = request.query_params.getlist("include") or request.query_params.getlist("include[]")
     if include:
         raise UnsupportedField("include", include, "leave it out")

@@ -69,7 +69,9 @@ def response_object(
         "usage": response_usage(turn.usage) if state.is_terminal and turn.usage else None,
         "user": echo.get("user"),
         "metadata": echo.get("metadata") or {},
-        "kvalet": extension(request.turn_id, turn.usage, dict(info)) if state.is_terminal else {"turn_id": request.turn_id},
+        "kvalet": extension(request.turn_id, turn.usage, dict(info))
+        if state.is_terminal
+        else {"turn_id": request.turn_id},
     }
 
 
@@ -139,7 +141,9 @@ class ResponseStream:
                 self._frame(
                     "response.output_item.done",
                     output_index=0,
-                    item=_message(self._item_id, text, logprobs, "completed" if state is TurnState.COMPLETED else "incomplete"),
+                    item=_message(
+                        self._item_id, text, logprobs, "completed" if state is TurnState.COMPLETED else "incomplete"
+                    ),
                 ),
             ]
         frames.append(self._lifecycle(_STREAM_END.get(state, "response.failed"), state, event))
@@ -161,7 +165,9 @@ class ResponseStream:
             usage=terminal.usage if terminal else {},
             error=terminal.error if terminal else None,
         )
-        return self._frame(kind, response=response_object(turn, tuple(self._logprobs), terminal.info if terminal else {}))
+        return self._frame(
+            kind, response=response_object(turn, tuple(self._logprobs), terminal.info if terminal else {})
+        )
 
     def _frame(self, kind: str, **fields: Any) -> Frame:
         number = self._number

@@ -13,7 +13,7 @@ from gateway.admission import admit_response
 from gateway.auth import Principal
 from gateway.body import read_object
 from gateway.delivery import Delivery, cancel_all, leave_running
-from gateway.errors import ApiError, InvalidRequest
+from gateway.errors import ApiError, InvalidValue
 from gateway.feed import Arrival
 from gateway.http import (
     Gateway,
@@ -174,7 +174,5 @@ def _last_event_id(request: Request) -> int | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and len(value) <= 10):
-        raise InvalidRequest(
-            f"'Last-Event-ID' = {value[:80]!r} is no id of this stream", code="invalid_value", param="Last-Event-ID"
-        )
+        raise InvalidValue("Last-Event-ID", f"'Last-Event-ID' = {value[:80]!r} is no id of this stream")
     return int(value)

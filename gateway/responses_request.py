@@ -7,15 +7,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gateway.chat_request import TextPart, text_of
-from gateway.errors import InvalidRequest, UnsupportedField
+from gateway.errors import InvalidRequest, InvalidValue, UnsupportedField
 from gateway.fields import Metadata, Penalty, RequestModel, TokenCount, check_metadata, parse, refuse_extras
 from gateway.sampling_fields import Generation, SamplingFields, generation_of, stops_of, top_logprobs_of
 
+_TEXT = {"type": "text"}
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "access_programs": (), "background_options": (), "chat_template": (), "context_management": (), "image": (),
     "max_tool_calls": (), "moderation": (), "parallel_tool_calls": (True,), "prompt": (), "prompt_cache_options": (),
     "prompt_cache_retention": (), "reasoning": ({},), "service_tier": ("auto", "default"),
-    "text": ({}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}, {"verbosity": "medium"}),
+    "text": ({}, {"format": _TEXT}, {"format": _TEXT, "verbosity": "medium"}, {"verbosity": "medium"}),
     "tool_choice": ("none", "auto"), "tools": ([],), "truncation": ("disabled",),
 }  # fmt: skip
 _INCLUDABLE = "message.output_text.logprobs"
@@ -84,15 +85,13 @@ class ResponsesRequest:
         self.parent_id = body.previous_response_id
         self.conversation_id = _conversation_id(body.conversation)
         if self.parent_id is not None and self.conversation_id is not None:
-            raise InvalidRequest(
-                "'previous_response_id' and 'conversation' exclude each other", code="invalid_value", param="previous_response_id"
-            )
+            raise InvalidValue("previous_response_id", "'previous_response_id' and 'conversation' exclude each other")
         self.store = True if body.store is None else body.store
         self.background = bool(body.background)
         if self.background and not self.store:
-            raise InvalidRequest("'background': true needs 'store': true", code="invalid_value", param="background")
+            raise InvalidValue("background", "'background': true needs 'store': true")
         if self.conversation_id is not None and not self.store:
-            raise InvalidRequest("'conversation' needs 'store': true", code="invalid_value", param="store")
+            raise InvalidValue("store", "'conversation' needs 'store': true")
         check_metadata(body.metadata)
         self.messages = input_messages(body.input, max_messages)
         self.stops = stops_of(body.stop)
@@ -119,14 +118,14 @@ def parse_responses(body: dict[str, Any], max_messages: int) -> ResponsesRequest
 def input_messages(items: str | list[InputItem] | None, max_messages: int) -> tuple[dict[str, Any], ...]:
     """The request's own messages as plain role and content.
 
-    Raises InvalidRequest for no or too many items, an unknown role, an item that is no message, content that is no text.
+    Raises InvalidRequest for no or too many items, an unknown role, an item or content that is no text message.
     """
     if isinstance(items, str):
         return ({"role": "user", "content": items},)
     if not items:
         raise InvalidRequest("'input' is required", code="missing_required_parameter", param="input")
     if len(items) > max_messages:
-        raise InvalidRequest(f"'input' has {len(items)} items, the limit is {max_messages}", code="invalid_value", param="input")
+        raise InvalidValue("input", f"'input' has {len(items)} items, the limit is {max_messages}")
     return tuple(plain_item(item, f"input[{index}]") for index, item in enumerate(items))
 
 
@@ -136,12 +135,12 @@ def plain_item(item: InputItem, where: str) -> dict[str, Any]:
         raise UnsupportedField(f"{where}.type", item.type, "allowed: message")
     role = _ROLES.get(item.role or "")
     if role is None:
-        raise InvalidRequest(
-            f"'{where}.role' = {(item.role or '')[:40]!r} is not one of {', '.join(_ROLES)}", code="invalid_value", param=f"{where}.role"
+        raise InvalidValue(
+            f"{where}.role", f"'{where}.role' = {(item.role or '')[:40]!r} is not one of {', '.join(_ROLES)}"
         )
     refuse_extras(item, where, frozenset({"phase"}))
     if item.content is None:
-        raise InvalidRequest(f"'{where}.content' must be a string or a list of text parts", code="invalid_value", param=f"{where}.content")
+        raise InvalidValue(f"{where}.content", f"'{where}.content' must be a string or a list of text parts")
     return {"role": role, "content": text_of(item.content, f"{where}.content", ("input_text", "output_text", "text"))}
 
 
@@ -159,5 +158,5 @@ def _logprobs(body: ResponsesBody) -> int | None:
     if body.include:
         return top_logprobs_of(body.top_logprobs, "top_logprobs")
     if body.top_logprobs:
-        raise InvalidRequest(f"'top_logprobs' needs '{_INCLUDABLE}' in 'include'", code="invalid_value", param="top_logprobs")
+        raise InvalidValue("top_logprobs", f"'top_logprobs' needs '{_INCLUDABLE}' in 'include'")
     return None

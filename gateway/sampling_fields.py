@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway.errors import InvalidRequest, UnsupportedField
+from gateway.errors import InvalidValue, UnsupportedField
 from gateway.fields import Penalty, Probability, RequestModel, refuse_extras
 
 GREEDY_BELOW = 1e-3
@@ -112,13 +112,11 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"'stop' has {len(stops)} strings, the limit is {MAX_STOPS}", code="invalid_value", param="stop")
+        raise InvalidValue("stop", f"'stop' has {len(stops)} strings, the limit is {MAX_STOPS}")
     for text in stops:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            raise InvalidRequest(
-                f"'stop' holds a string of {len(text)} characters, the limits are 1 and {MAX_STOP_CHARS}",
-                code="invalid_value",
-                param="stop",
+            raise InvalidValue(
+                "stop", f"'stop' holds a string of {len(text)} characters, the limits are 1 and {MAX_STOP_CHARS}"
             )
     return stops
 
@@ -126,7 +124,7 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
 def _either(fields: GenerationFields, options: GenerationFields, name: str, default: Any) -> Any:
     outer, inner = getattr(fields, name), getattr(options, name)
     if outer is not None and inner is not None and outer != inner:
-        raise InvalidRequest(f"'{name}' = {outer!r} and 'kvalet.{name}' = {inner!r} differ", code="invalid_value", param=name)
+        raise InvalidValue(name, f"'{name}' = {outer!r} and 'kvalet.{name}' = {inner!r} differ")
     chosen = inner if outer is None else outer
     return default if chosen is None else chosen
 
@@ -134,21 +132,19 @@ def _either(fields: GenerationFields, options: GenerationFields, name: str, defa
 def _seed(seed: int) -> int:
     low, high = _SEED_RANGE
     if not low <= seed <= high:
-        raise InvalidRequest(f"'seed' = {seed} is not between {low} and {high}", code="invalid_value", param="seed")
+        raise InvalidValue("seed", f"'seed' = {seed} is not between {low} and {high}")
     return seed & (2**64 - 1)
 
 
 def _biases(biases: dict[str, float] | None) -> list[list[int | float]]:
     if len(biases or {}) > MAX_BIASES:
-        raise InvalidRequest(f"'logit_bias' has more than {MAX_BIASES} entries", code="invalid_value", param="logit_bias")
+        raise InvalidValue("logit_bias", f"'logit_bias' has more than {MAX_BIASES} entries")
     result: list[list[int | float]] = []
     for key, bias in (biases or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) <= 9):
-            raise InvalidRequest(f"'logit_bias' key {key[:40]!r} is no token id", code="invalid_value", param="logit_bias")
+            raise InvalidValue("logit_bias", f"'logit_bias' key {key[:40]!r} is no token id")
         if not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(
-                f"'logit_bias.{key}' = {bias} is not between -100 and 100", code="invalid_value", param=f"logit_bias.{key}"
-            )
+            raise InvalidValue(f"logit_bias.{key}", f"'logit_bias.{key}' = {bias} is not between -100 and 100")
         result.append([int(key), float(bias)])
     return sorted(result)
 
@@ -159,7 +155,7 @@ def _template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
         if name not in TEMPLATE_FIELDS:
             raise UnsupportedField(where, value, f"allowed: {', '.join(sorted(TEMPLATE_FIELDS))}")
         if type(value) is not TEMPLATE_FIELDS[name]:
-            raise InvalidRequest(f"'{where}' must be of type {TEMPLATE_FIELDS[name].__name__}", code="invalid_value", param=where)
+            raise InvalidValue(where, f"'{where}' must be of type {TEMPLATE_FIELDS[name].__name__}")
     return dict(kwargs or {})
 
 
@@ -169,7 +165,5 @@ def top_logprobs_of(value: int | None, param: str) -> int:
     Raises InvalidRequest beyond MAX_TOP_LOGPROBS.
     """
     if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"'{param}' = {value} is not between 0 and {MAX_TOP_LOGPROBS}", code="invalid_value", param=param)
+        raise InvalidValue(param, f"'{param}' = {value} is not between 0 and {MAX_TOP_LOGPROBS}")
     return value or 0
-
-

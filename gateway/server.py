@@ -1,13 +1,11 @@
-"""Runs the gateway under uvicorn: `python -m gateway.server`, or `serve(settings)`."""
+"""Runs the gateway under uvicorn."""
 
 from __future__ import annotations
-
-import sys
 
 import uvicorn
 
 from gateway.app import create_app
-from gateway.settings import GatewaySettings, SettingsError, load_settings
+from gateway.settings import GatewaySettings
 
 
 def serve(settings: GatewaySettings) -> None:
@@ -24,17 +22,3 @@ def serve(settings: GatewaySettings) -> None:
         timeout_graceful_shutdown=int(settings.shutdown_grace_s),
         server_header=False,
     )
-
-
-def main() -> int:
-    """Entry point. Exits 2 with the variable's name when a setting is wrong."""
-    try:
-        serve(load_settings())
-    except SettingsError as error:
-        print(f"kvalet gateway: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import NotFound
-from gateway.fleet import Model
-from gateway.http import admin_of, gateway_of, principal_of
+from gateway.http import Gateway, admin_of, gateway_of, principal_of
+from workers.registry import ModelRecord
 
 router = APIRouter()
 fallback = APIRouter()
@@ -22,8 +22,8 @@ _ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 async def list_models(request: Request) -> Response:
     """Models that a request may name."""
     principal_of(request)
-    models = gateway_of(request).fleet.models
-    return JSONResponse({"object": "list", "data": [_model_object(model) for model in models]})
+    gateway = gateway_of(request)
+    return JSONResponse({"object": "list", "data": [_model_object(gateway, m) for m in gateway.fleet.models]})
 
 
 @router.get("/v1/models/{model:path}")
@@ -31,18 +31,18 @@ async def get_model(request: Request) -> Response:
     """One model."""
     principal_of(request)
     name = request.path_params["model"]
-    model = gateway_of(request).fleet.model(name)
+    gateway = gateway_of(request)
+    model = gateway.fleet.model(name)
     if model is None:
         raise NotFound(f"the model '{name[:80]}' does not exist", code="model_not_found", param="model")
-    return JSONResponse(_model_object(model))
+    return JSONResponse(_model_object(gateway, model))
 
 
 @router.get("/v1/workers")
 async def list_workers(request: Request) -> Response:
     """Workers with a heartbeat, for admin keys."""
     admin_of(request)
-    workers = gateway_of(request).fleet.workers
-    return JSONResponse({"object": "list", "data": [worker.shown() for worker in workers]})
+    return JSONResponse({"object": "list", "data": gateway_of(request).fleet.shown_workers()})
 
 
 @router.get("/health")
@@ -57,7 +57,7 @@ async def ready(request: Request) -> Response:
     reason = gateway_of(request).fleet.unready_reason()
     if reason is None:
         return JSONResponse({"status": "ready"})
-    return JSONResponse({"status": "unready", "reason": reason[0], "message": reason[1]}, status_code=503)
+    return JSONResponse({"status": "unready", "reason": reason.code, "message": reason.message}, status_code=503)
 
 
 @router.get("/metrics")
@@ -73,11 +73,12 @@ async def not_served(request: Request) -> Response:
     raise NotFound(f"{where} is not served", code="endpoint_not_served")
 
 
-def _model_object(model: Model) -> dict[str, Any]:
+def _model_object(gateway: Gateway, model: ModelRecord) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
-        "created": int(model.first_seen_at),
+        "created": int(model.created_at),
         "owned_by": "kvalet",
         "max_model_len": model.context_length,
+        "kvalet": {"live_workers": gateway.fleet.num_workers(model.name), "tokenizer": model.bundle_digest},
     }

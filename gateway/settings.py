@@ -42,7 +42,7 @@ class GatewaySettings(BaseSettings):
     request_timeout_s: float = Field(default=600.0, gt=0)
     unserved_s: float = Field(default=8.0, gt=0)
     control_timeout_s: float = Field(default=5.0, gt=0)
-    worker_stale_s: float = Field(default=10.0, gt=0)
+    worker_stale_s: float = Field(default=8.0, gt=0)
     shutdown_grace_s: float = Field(default=10.0, ge=0)
     durability: Literal["process", "host"] = "process"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -21,7 +21,15 @@ from workers.turns.control import AsyncTurnControl, Patience, connect_async
 from workers.turns.errors import BadTurnData, ControlFull, ControlUnavailable, DurabilityLost, TurnControlError
 from workers.turns.events import EventKind, TurnEvent
 from workers.turns.hub import AsyncEventHub
-from workers.turns.outcomes import AcceptKind, AcceptLimits, AcceptOutcome, CancelKind, ConversationView, Dispatch, TurnView
+from workers.turns.outcomes import (
+    AcceptKind,
+    AcceptLimits,
+    AcceptOutcome,
+    CancelKind,
+    ConversationView,
+    Dispatch,
+    TurnView,
+)
 from workers.turns.records import TurnRequest
 from workers.turns.script import ScriptCall
 
@@ -52,7 +60,9 @@ class TurnService:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._limits = AcceptLimits(max_open_per_model=settings.max_queued, max_open_per_tenant=settings.max_queued_per_tenant)
+        self._limits = AcceptLimits(
+            max_open_per_model=settings.max_queued, max_open_per_tenant=settings.max_queued_per_tenant
+        )
         self._client = connect_async(settings.control_url, timeout_s=settings.control_timeout_s)
         self._control = AsyncTurnControl(self._client, Patience(outage_s=settings.control_timeout_s))
         self._hub = AsyncEventHub(settings.control_url)
@@ -203,7 +213,9 @@ def _raise_refusal(outcome: AcceptOutcome, request: TurnRequest) -> None:
         raise Overloaded("control is short of memory; try again later", outcome.retry_after_s, code="control_full")
     if kind is AcceptKind.KEY_CONFLICT:
         raise Conflict(
-            "this idempotency key was used with another request body", code="idempotency_key_conflict", param="Idempotency-Key"
+            "this idempotency key was used with another request body",
+            code="idempotency_key_conflict",
+            param="Idempotency-Key",
         )
     if kind is AcceptKind.PARENT_NOT_FOUND:
         raise NotFound(
@@ -231,6 +243,8 @@ def _api_error(error: TurnControlError) -> ApiError:
     if isinstance(error, ControlUnavailable | DurabilityLost):
         return Unavailable("turn control is out of reach for now", code="control_unavailable")
     if isinstance(error, BadTurnData):
-        return InvalidRequest(f"'{error.field}' cannot be stored: {error.limit}", code="invalid_value", param=error.field)
+        return InvalidRequest(
+            f"'{error.field}' cannot be stored: {error.limit}", code="invalid_value", param=error.field
+        )
     logger.error("turn control refused an operation: %s", error)
     return ApiError("internal error", code="server_error")

@@ -34,7 +34,8 @@ def test_keys_none_given_everybody_is_local() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["sk-plain acme", "0" * 64, "0" * 64 + " a b c d", "0" * 64 + " ../x", "", "0" * 64 + " a\n" + "0" * 64 + " b"]
+    "line",
+    ["sk-plain acme", "0" * 64, "0" * 64 + " a b c d", "0" * 64 + " ../x", "", "0" * 64 + " a\n" + "0" * 64 + " b"],
 )
 def test_keys_malformed_file_stops_the_start(tmp_path: Path, line: str) -> None:
     with pytest.raises(SettingsError):

@@ -24,7 +24,14 @@ LO = TurnEvent(2, EventKind.DELTA, (2, 3), "lo")
 def end(number: int, state: TurnState = TurnState.COMPLETED, text: str = "", reason: str = "stop") -> TurnEvent:
     error = {"code": "engine_error", "message": "the step failed"} if state is TurnState.FAILED else None
     return TurnEvent(
-        number, EventKind.TERMINAL, text=text, state=state, finish_reason=reason, usage=USAGE, error=error, info={"ttft_ms": 5}
+        number,
+        EventKind.TERMINAL,
+        text=text,
+        state=state,
+        finish_reason=reason,
+        usage=USAGE,
+        error=error,
+        info={"ttft_ms": 5},
     )
 
 
@@ -182,7 +189,9 @@ def test_response_failure_of_the_prompt_is_a_bad_request() -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r", "\n", "\r\n", "\0"])
+@pytest.mark.parametrize(
+    "mark", ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r", "\n", "\r\n", "\0"]
+)
 def test_frame_survives_clients_that_split_lines_differently(mark: str) -> None:
     raw = encode(Frame({"text": f"a{mark}b"}, event="x", frame_id="3")).decode()
     for lines in (raw.split("\n"), raw.splitlines()):
