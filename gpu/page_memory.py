@@ -32,13 +32,14 @@ class PageMemory:
         self.layout = layout
         self.mirror = mirror
         self.device = device
-        self.num_pages = mirror.num_bytes // layout.page_bytes
+        self.page_bytes = layout.page_bytes
+        self.num_pages = mirror.num_bytes // self.page_bytes
         if self.num_pages == 0:
-            raise LayoutError("mirror_bytes", mirror.num_bytes, f"must hold a page of {layout.page_bytes} bytes")
+            raise LayoutError("mirror_bytes", mirror.num_bytes, f"must hold a page of {self.page_bytes} bytes")
         if resident_cells is not None and resident_cells < 0:
             raise LayoutError("resident_cells", resident_cells, "must not be negative")
         max_sealed = None if resident_cells is None else resident_cells // layout.page_size
-        self.residency = Residency(device, self.num_pages, layout.page_bytes, max_sealed)
+        self.residency = Residency(device, self.num_pages, self.page_bytes, max_sealed)
         self.pool = PagePool(self.num_pages, self.residency.free)
         self.num_poisoned = 0
         self._poison = poison
@@ -48,8 +49,8 @@ class PageMemory:
 
     def view(self, page: Page) -> NDArray[np.uint8]:
         """The page's bytes in the mirror: (page_bytes,) u8."""
-        start = page.index * self.layout.page_bytes
-        return self.mirror.array[start : start + self.layout.page_bytes]
+        start = page.index * self.page_bytes
+        return self.mirror.array[start : start + self.page_bytes]
 
     def sealed(self, page: Page) -> SealedPage:
         """The capability of a sealed page."""
@@ -148,4 +149,4 @@ class PageMemory:
         self.num_poisoned += 1
 
     def _buffer(self, page: Page) -> memoryview:
-        return self.mirror.view(page.index * self.layout.page_bytes, self.layout.page_bytes)
+        return self.mirror.view(page.index * self.page_bytes, self.page_bytes)

@@ -7,6 +7,7 @@ zero as +0.0, so a cell that still holds poison was not stored; as a number pois
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,14 +56,9 @@ def page_parts(layout: KVLayout, page: NDArray[np.uint8]) -> list[NDArray[np.uin
 
     Each is (num_layers, num_kv_heads, page_size, bytes per head and cell).
     """
-    by_layer = page.reshape(layout.num_layers, layout.layer_bytes)
-    parts = []
-    for plane in (layout.plane(0, 0), layout.plane(0, 1)):
-        for offset, size in ((plane.codes_offset, plane.codes_bytes), (plane.scales_offset, plane.scales_bytes)):
-            if size:
-                shape = (layout.num_layers, layout.num_kv_heads, layout.page_size, -1)
-                parts.append(by_layer[:, offset : offset + size].reshape(shape))
-    return parts
+    by_layer = page.reshape(layout.num_layers, -1)
+    shape = (layout.num_layers, layout.num_kv_heads, layout.page_size, -1)
+    return [by_layer[:, start:end].reshape(shape) for start, end in _part_spans(layout)]
 
 
 def equal_cells(layout: KVLayout, a: NDArray[np.uint8], b: NDArray[np.uint8], num_cells: int) -> bool:
@@ -71,6 +67,16 @@ def equal_cells(layout: KVLayout, a: NDArray[np.uint8], b: NDArray[np.uint8], nu
         return bool(np.array_equal(a, b))
     pairs = zip(page_parts(layout, a), page_parts(layout, b), strict=True)
     return all(np.array_equal(x[:, :, :num_cells], y[:, :, :num_cells]) for x, y in pairs)
+
+
+@lru_cache(maxsize=8)
+def _part_spans(layout: KVLayout) -> tuple[tuple[int, int], ...]:
+    spans = []
+    for plane in (layout.plane(0, 0), layout.plane(0, 1)):
+        for offset, size in ((plane.codes_offset, plane.codes_bytes), (plane.scales_offset, plane.scales_bytes)):
+            if size:
+                spans.append((offset, offset + size))
+    return tuple(spans)
 
 
 class Poison:

@@ -112,13 +112,13 @@ class StepLedger:
         held = np.concatenate([e.sequence.page_index[:n] for e, n in zip(entries, num_read, strict=True)])
         memory.residency.before_step(held, memory.mirror.array, memory.pool)
         if memory.residency.enabled:
-            self.streamed_bytes += int(np.count_nonzero(offsets[held] < 0)) * layout.page_bytes
-        ranges = cell_ranges(entries, layout.page_size, layout.page_bytes)
+            self.streamed_bytes += int(np.count_nonzero(offsets[held] < 0)) * memory.page_bytes
+        ranges = cell_ranges(entries, layout.page_size, memory.page_bytes)
         return StepCells(
             plan=plan,
             entries=entries,
-            rows=row_table(entries, layout.page_size, layout.page_bytes, offsets),
-            tables=page_tables(entries, layout.page_size, layout.page_bytes, offsets),
+            rows=row_table(entries, layout.page_size, memory.page_bytes, offsets),
+            tables=page_tables(entries, layout.page_size, memory.page_bytes, offsets),
             ranges=ranges,
             held=held,
             generations=memory.pool.hold_step(held),

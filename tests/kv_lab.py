@@ -140,12 +140,13 @@ def make_lab(
     model: Any = None,
     sampler: Any = None,
     num_slots: int | None = None,
+    rope: RopeTable | None = None,
 ) -> Lab:
     layout = layout_of(kv_format)
     mirror = MirrorArena.allocate(num_pages * layout.page_bytes)
     model = model or ChainModel(layout)
     sampler = sampler or ArgMax()
-    kv_kernels, rope = kernels_of(kernels), rope_table()
+    kv_kernels, rope = kernels_of(kernels), rope or rope_table()
     if backend == "cpu":
         cache = KVCache(layout, mirror, UnifiedMemory(), kv_kernels, rope, attest=attest, resident_cells=resident_cells)
         return Lab(CpuBackend(model, cache, sampler, 256), layout)

@@ -24,6 +24,7 @@ class SimulatedMemory:
         self.arena: NDArray[np.uint8] = np.zeros(num_slots * layout.page_bytes, np.uint8)
         self.in_flight: NDArray[np.uint8] = np.zeros(mirror_bytes, np.uint8)
         self._layout = layout
+        self._page_bytes = layout.page_bytes
         self._strays: list[CellRange] = []
         self._poison = Poison(layout)
 
@@ -54,13 +55,12 @@ class SimulatedMemory:
         self._strays.append(cells)
 
     def _copy_cells(self, source: NDArray[np.uint8], target: NDArray[np.uint8], cells: Items[CellRange]) -> None:
-        size = self._layout.page_bytes
+        size = self._page_bytes
         for item in cells:
             offset = item.mirror_offset
-            source_parts = page_parts(self._layout, source[offset : offset + size])
-            target_parts = page_parts(self._layout, target[offset : offset + size])
-            for source_part, target_part in zip(source_parts, target_parts, strict=True):
+            parts = (page_parts(self._layout, arena[offset : offset + size]) for arena in (source, target))
+            for source_part, target_part in zip(*parts, strict=True):
                 target_part[:, :, item.first : item.end] = source_part[:, :, item.first : item.end]
 
     def _slot(self, slot: int) -> NDArray[np.uint8]:
-        return self.arena[slot * self._layout.page_bytes : (slot + 1) * self._layout.page_bytes]
+        return self.arena[slot * self._page_bytes : (slot + 1) * self._page_bytes]
