@@ -17,6 +17,7 @@ from workers.prompt.tokenizer import Tokenizer
 from workers.settings import default_model_path
 
 TIME = 1_700_000_000
+CHATML_PARTS = ("<|im_start|>{}\n", "<|im_end|>\n", "<|im_start|>assistant\n")
 LLAMA3_CONTROLS = (
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"
 )  # fmt: skip
@@ -32,13 +33,22 @@ class LocalRenderer:
     """Renders in this process, for tests that are not about the sandbox."""
 
     def __init__(self) -> None:
+        self.templates: dict[str, jinja2.Template] = {}
         self.environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 
     def render(self, template: str, contexts: Sequence[dict[str, Any]], template_time: int) -> list[str]:
         try:
-            return [self.environment.from_string(template).render(**context) for context in contexts]
+            return [self._compiled(template).render(**context) for context in contexts]
         except jinja2.TemplateError as error:
             raise TemplateRefused("chat template", str(error), "refused") from None
+
+    def _compiled(self, template: str) -> jinja2.Template:
+        if template not in self.templates:
+            self.templates[template] = self.environment.from_string(template)
+        return self.templates[template]
+
+
+RENDERER = LocalRenderer()
 
 
 @cache
@@ -74,7 +84,7 @@ def tokenizer_with(template: str, pre: str = "qwen2", controls: Sequence[str] | 
 
 def builder(tokenizer: Tokenizer) -> PromptBuilder:
     """A builder that renders in this process."""
-    return PromptBuilder(tokenizer, LocalRenderer())
+    return PromptBuilder(tokenizer, RENDERER)
 
 
 def user(text: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import msgpack
 from workers.prompt.errors import TokenizerError
 
 BUNDLE_VERSION: Final = 1
-MAX_BUNDLE_BYTES: Final = 1 << 26
-MAX_PLAIN_BYTES: Final = 1 << 28
+MAX_BUNDLE_BYTES: Final = 1 << 25
+MAX_PLAIN_BYTES: Final = 1 << 26
 DIGEST_BYTES: Final = 32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from workers.prompt.errors import SandboxFailure, TemplateLimit, TemplateRefused
 
 MAX_ANSWER_BYTES: Final = 1 << 28
 _START_S: Final = 30.0
+_END_S: Final = 5.0
 _CHILD: Final = Path(__file__).with_name("sandbox_child.py")
 
 
@@ -73,21 +75,23 @@ class TemplateSandbox:
             self._end_child()
 
     def _answer(self, request: bytes) -> dict[str, Any]:
+        """One exchange. A child that somebody else killed is replaced once; one that ran out of time is not."""
         limits = self._limits
         with self._lock:
-            child = self._running_child()
-            try:
-                return child.exchange(request, limits.wall_s)
-            except TimeoutError:
-                self._end_child()
-                raise TemplateLimit("chat template", "time", f"at most {limits.wall_s} s") from None
-            except (EOFError, BrokenPipeError):
-                self._end_child()
-                limit = f"at most {limits.cpu_s} s of processor time and {limits.memory_bytes} bytes"
-                raise TemplateLimit("chat template", "time or memory", limit) from None
-            except BaseException:
-                self._end_child()  # an exchange cut short leaves its answer in the pipe
-                raise
+            for _ in range(2):
+                child = self._running_child()
+                try:
+                    return child.exchange(request, limits.wall_s)
+                except TimeoutError:
+                    raise TemplateLimit("chat template", "time", f"at most {limits.wall_s} s") from None
+                except (EOFError, BrokenPipeError):
+                    if child.exit_status() == -signal.SIGPROF:
+                        limit = f"at most {limits.cpu_s} s of processor time"
+                        raise TemplateLimit("chat template", "time", limit) from None
+                finally:
+                    if child.is_answering:
+                        self._end_child()  # an exchange cut short leaves its answer in the pipe
+        raise TemplateLimit("chat template", "crash", "must not end the template process")
 
     def _running_child(self) -> _Child:
         if self._child is not None and self._child.is_alive():
@@ -125,12 +129,21 @@ class _Child:
             os.close(child_input)
             os.close(child_output)
         os.set_blocking(self._input, False)
+        self.is_answering = False
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def exit_status(self) -> int:
+        """Exit status of a child that closed its pipes; negative for a signal, 0 while it is still there."""
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return 0
+
     def exchange(self, request: bytes, patience_s: float) -> dict[str, Any]:
         """Send a message and return the answer. Raises TimeoutError, EOFError or BrokenPipeError."""
+        self.is_answering = True
         deadline = time.monotonic() + patience_s
         block = memoryview(len(request).to_bytes(4, "little") + request)
         while block:
@@ -140,6 +153,7 @@ class _Child:
         if size > MAX_ANSWER_BYTES:
             raise EOFError(f"an answer of {size} bytes")
         answer: dict[str, Any] = msgpack.unpackb(self._read(size, deadline))
+        self.is_answering = False
         return answer
 
     def end(self) -> None:
