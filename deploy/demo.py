@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,14 +23,14 @@ from deploy.stack import Report, Stack, StackOptions
 
 MESSAGES = (
     (
-        "I am planning a trip by train from Lisbon to Istanbul in October, with my father, who loves old libraries, "
-        "tiled houses and markets. We have sixteen days, carry one bag each, and do not want to travel more than six "
-        "hours on any day. Please suggest a route, city by city, with one thing to see in each of them."
+        "I am writing a children's story about Anselm, a clockmaker who is afraid of heights and inherits a lighthouse "
+        "by the sea. He has a cat called Pim and a neighbour, Mrs. Bell, who bakes bread and mends nets. Please write "
+        "the first paragraph of the story, warm and a little funny, and end it with a knock at the door."
     ),
-    "My father's name is Anselm, and he is afraid of heights. Which of the places should we leave out?",
-    "Write him a short letter that tells him about the trip, in three sentences.",
-    "Which name did I tell you, and what is he afraid of?",
-    "Thank you. Sum the plan up in one line.",
+    "Who is at the door? Write the next paragraph.",
+    "Now a storm comes, and somebody has to climb up to the lamp. Go on.",
+    "What is the cat called, and what is Anselm afraid of?",
+    "Write the last paragraph, with a happy end.",
 )
 MAX_OUTPUT_TOKENS = 96
 
@@ -75,12 +76,14 @@ def check(result: DemoResult) -> None:
 
 
 def turn_table(result: DemoResult) -> Table:
-    """The moved conversation, a row per turn."""
-    table = Table(title="moved at every turn", title_justify="left")
-    headings = ("turn", "worker", "prompt tokens", "cached", "pages restored", "bytes restored", "restore ms",
-                "first token ms", "ms per token", "same text")  # fmt: skip
+    """The moved conversation, a row per turn. Times in milliseconds; first token and token times as the client saw."""
+    table = Table(title="moved at every turn", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    headings = (
+        "turn", "worker", "prompt\ntokens", "cached\ntokens", "restored\npages", "restored\nbytes", "restore\nms",
+        "first\ntoken ms", "ms per\ntoken", "same\ntext",
+    )  # fmt: skip
     for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
+        table.add_column(heading, justify="right", no_wrap=True)
     for number, (turn, other) in enumerate(zip(result.moved, result.stayed, strict=True), start=1):
         table.add_row(
             str(number), turn.worker, str(turn.prompt_tokens), str(turn.cached_tokens), str(turn.restored_pages),
