@@ -60,17 +60,20 @@ class Dispatcher:
         """Send one message. Raises ControlUnavailable; a message that is lost is sent again by the sweeper."""
         queue = worker_queue(message.worker) if message.worker else model_queue(message.model)
         try:
-            self._app.send_task(
-                TASK_NAME, args=(message.turn_id,), queue=queue, ignore_result=True, retry=False, serializer="msgpack"
-            )
+            # Workers declare their queues: without `declare` a send is one LPUSH and leaves no binding behind.
+            self._app.send_task(TASK_NAME, args=(message.turn_id,), queue=queue, declare=[], retry=False)
         except (OperationalError, OSError) as error:
             raise ControlUnavailable(f"dispatch of {message.turn_id}: {error}") from error
 
     def delete_worker_queue(self, worker_id: str) -> None:
         """Delete the queue of a dead worker with what is left in it. Raises ControlUnavailable."""
+        queue = worker_queue(worker_id)
         try:
             with self._app.connection_for_write() as connection:
-                connection.default_channel.queue_delete(worker_queue(worker_id))
+                channel = connection.default_channel
+                channel.queue_purge(queue)
+                # kombu deletes a queue's binding only in the process that declared it.
+                channel.client.delete(channel.keyprefix_queue % queue)
         except (OperationalError, OSError) as error:
             raise ControlUnavailable(f"deleting the queue of {worker_id}: {error}") from error
 

@@ -20,7 +20,6 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
-    ResponseError,
 )
 from redis.exceptions import (
     TimeoutError as RedisTimeoutError,
@@ -31,7 +30,9 @@ from workers.turns.errors import ControlFull, ControlUnavailable, DurabilityLost
 from workers.turns.script import Argument, ScriptCall
 
 T = TypeVar("T")
-_TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OSError)
+_TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError)
+# Answers of a server that will take writes again once its disk, its replicas or its new primary are back.
+_TRANSIENT_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "TRYAGAIN", "READONLY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,8 @@ def _confirmed(replies: list[Any]) -> Any:
 
 
 def _raise_unless_transient(error: RedisError) -> None:
+    if isinstance(error, _TRANSIENT) or str(error).startswith(_TRANSIENT_CODES):
+        return
     if isinstance(error, OutOfMemoryError):
         raise ControlFull(str(error)) from error
-    if isinstance(error, ResponseError) and not isinstance(error, _TRANSIENT):
-        raise TurnControlError(str(error)) from error
+    raise TurnControlError(str(error)) from error

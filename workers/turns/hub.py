@@ -24,6 +24,7 @@ BLOCK_MS = 5000
 READ_ENTRIES = 64
 MAX_BUFFERED_EVENTS = 4096
 RECONNECT_PAUSE_S = 0.2
+CLOSE_PATIENCE_S = 0.5
 
 
 class Subscription:
@@ -114,16 +115,21 @@ class AsyncEventHub:
         self._subscriptions: dict[str, list[Subscription]] = {}
         self._down_since: float | None = None
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def __aenter__(self) -> AsyncEventHub:
         self._task = asyncio.create_task(self._run(), name="kvalet-event-hub")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wake(), CLOSE_PATIENCE_S)
+        while self._task is not None and not self._task.done():
+            # redis-py can swallow one cancellation while it takes a connection, so a server that does not answer the
+            # wake-up is asked to let go more than once.
+            await asyncio.wait({self._task}, timeout=CLOSE_PATIENCE_S)
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
         # A cancelled read leaves its reply in the socket: the connection must not be used again.
         await self._reader.connection_pool.disconnect()
         await self._reader.aclose()
@@ -178,7 +184,7 @@ class AsyncEventHub:
             return
 
     async def _run(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 reply = await self._reader.execute_command(*self._read_command())
                 self._down_since = None
