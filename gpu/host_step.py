@@ -98,7 +98,7 @@ class HostStep:
         usable = np.repeat(cells.nonfinite == 0, counts)
         drawn = iter(
             self._sampler.sample(
-                np.ascontiguousarray(logits[usable]),
+                logits if usable.all() else logits[usable],
                 [request for rows, bad in zip(requests, cells.nonfinite, strict=True) if not bad for request in rows],
             )
         )

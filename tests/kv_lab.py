@@ -1,4 +1,4 @@
-"""A small model and builders for tests of the KV cache. Every number of the model is elementwise, so bits are stable."""
+"""A small model and builders for tests of the KV cache. The model is elementwise, so its bits are stable."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def whole(kv_format: str, kernels: str) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("kernels", ["reference", "numba"])
 @pytest.mark.parametrize("kv_format", FORMATS)
-@given(ways=cuts(len(TOKENS)), neighbours=st.lists(st.integers(1, 20), max_size=3), resident=st.sampled_from([None, 16]))
+@given(cuts(len(TOKENS)), st.lists(st.integers(1, 20), max_size=3), st.sampled_from([None, 16]))
 @settings(max_examples=12, deadline=None)
 def test_kv_bytes_do_not_depend_on_partition_or_neighbours(
     kv_format: str, kernels: str, ways: list[tuple[str, int]], neighbours: Items[int], resident: int | None
