@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from snapshot_store.deadline import Deadline
 from snapshot_store.errors import DamagedRecord, OversizedRecord, TruncatedRecord
 from snapshot_store.record import (
@@ -23,6 +25,9 @@ from snapshot_store.store import (
     PagePresent,
 )
 from snapshot_store.wire import WireConnection, packed_command
+
+CHUNK_BYTES: Final = 1 << 19
+"""Received before the segments in it are verified, while the server sends on."""
 
 
 def read_page(
@@ -71,7 +76,9 @@ def _read_body(
     filled = verified = start = 0
     try:
         while filled < size:
-            filled += connection.receive_into(into[filled:], deadline)
+            chunk = into[filled : filled + CHUNK_BYTES]
+            connection.receive_into(chunk, deadline)
+            filled += len(chunk)
             while verified < len(ends) and ends[verified] <= filled:
                 check_segment(header, verified, into[start : ends[verified]])
                 start, verified = ends[verified], verified + 1

@@ -11,6 +11,7 @@ import secrets
 import select
 import socket
 import ssl
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, cast
@@ -56,7 +57,15 @@ class WireConnection:
 
     def begin(self, deadline: Deadline) -> None:
         """Make each blocking call of the next operation end by `deadline`. Raises StoreUnreachable."""
-        self._socket.settimeout(deadline.remaining())
+        seconds = deadline.remaining()
+        if self._plain:
+            # The kernel's own timeouts let one call receive a whole chunk; Python's cost two calls for every 64 KB.
+            self._socket.settimeout(None)
+            timeval = struct.pack("@ll", *divmod(int(seconds * 1_000_000) + 1, 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        else:
+            self._socket.settimeout(seconds)
 
     def command(self, *parts: bytes, deadline: Deadline) -> Reply:
         """Send one small command and read its reply. Raises StoreRefused, StoreUnreachable."""
@@ -92,26 +101,18 @@ class WireConnection:
             raise self._desync(f"{kind!r} where a bulk string was expected")
         return self._bulk_length(rest)
 
-    def receive_into(self, into: memoryview, deadline: Deadline) -> int:
-        """Receive at least one byte of a bulk into the caller's buffer; return how many. Raises StoreUnreachable."""
-        if len(self._unread):
-            taken = min(len(self._unread), len(into))
-            into[:taken] = self._unread[:taken]
-            self._unread = self._unread[taken:]
-            return taken
-        deadline.remaining()
-        try:
-            received = self._socket.recv_into(into)
-        except OSError as error:
-            raise self._broken(error, deadline) from error
-        if not received:
-            raise self._broken(ConnectionResetError("closed by the server"), deadline)
-        return received
+    def receive_into(self, into: memoryview, deadline: Deadline) -> None:
+        """Receive the next `len(into)` bytes of a bulk into the caller's buffer. Raises StoreUnreachable."""
+        filled = min(len(self._unread), len(into))
+        into[:filled] = self._unread[:filled]
+        self._unread = self._unread[filled:]
+        while filled < len(into):
+            filled += self._receive_some(into[filled:], deadline, socket.MSG_WAITALL if self._plain else 0)
 
     def receive_exactly(self, num_bytes: int, deadline: Deadline) -> bytes:
         """Receive a few bytes of a bulk. Raises StoreUnreachable."""
         buffer = bytearray(num_bytes)
-        self._fill(memoryview(buffer), deadline)
+        self.receive_into(memoryview(buffer), deadline)
         return bytes(buffer)
 
     def end_bulk(self, deadline: Deadline) -> None:
@@ -190,7 +191,7 @@ class WireConnection:
         return taken
 
     def _receive_scratch(self, deadline: Deadline) -> bytes:
-        received = self.receive_into(memoryview(self._scratch), deadline)
+        received = self._receive_some(memoryview(self._scratch), deadline)
         return bytes(self._scratch[:received])
 
     def _bulk_length(self, digits: bytes) -> int | None:
@@ -207,14 +208,23 @@ class WireConnection:
         self.end_bulk(deadline)
         return value
 
-    def _fill(self, into: memoryview, deadline: Deadline) -> None:
-        filled = 0
-        while filled < len(into):
-            filled += self.receive_into(into[filled:], deadline)
+    def _receive_some(self, into: memoryview, deadline: Deadline, flags: int = 0) -> int:
+        deadline.remaining()
+        try:
+            received = self._socket.recv_into(into, 0, flags)
+        except OSError as error:
+            raise self._broken(error, deadline) from error
+        if not received:
+            raise self._broken(ConnectionResetError("closed by the server"), deadline)
+        return received
 
     def _broken(self, error: OSError, deadline: Deadline) -> StoreUnreachable:
         self.close()
-        reason = f"no answer within {deadline.seconds:g} s" if isinstance(error, TimeoutError) else str(error)
+        reason = (
+            f"no answer within {deadline.seconds:g} s"
+            if isinstance(error, TimeoutError | BlockingIOError)
+            else str(error)
+        )
         return StoreUnreachable(reason)
 
     def _desync(self, what: str) -> WireDesync:
