@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from workers.prompt.bundle import PieceStyle, TokenizerBundle
 from workers.prompt.errors import ReservedText, TokenizerError
+from workers.prompt.memo import EncodingMemo
 
-MAX_TEXT_CHARS: Final = 1 << 25
+# A batch of one text needs no threads of its own.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A bundle made ready. Safe to share between threads: nothing in it changes after construction."""
+    """A bundle made ready. Safe to share between threads: nothing that one of them can see changes."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         """Raises TokenizerError when the bundle's JSON or ids cannot be used."""
@@ -26,6 +29,8 @@ class Tokenizer:
         self._template = _load(bundle.tokenizer_json)
         self._text = _load(bundle.tokenizer_json)
         self._text.encode_special_tokens = True
+        self._encode_text = EncodingMemo(partial(_encode, self._text))
+        self._encode_template = EncodingMemo(partial(_encode, self._template))
         self.vocab_size: int = self._text.get_vocab_size(with_added_tokens=True)
         self._control = frozenset(bundle.control_ids)
         named = {"control_ids": bundle.control_ids, "end_ids": bundle.end_ids}
@@ -40,18 +45,17 @@ class Tokenizer:
 
         Raises ReservedText if the vocabulary's merges themselves lead to a control token.
         """
-        ids: list[int] = self._text.encode(text, add_special_tokens=False).ids
+        ids = self._encode_text(text)
         if not self._control.isdisjoint(ids):
             raise ReservedText("text", text[:64], "its tokens include a control token")
-        return ids
+        return list(ids)
 
     def encode_template(self, text: str, *, at_start: bool) -> list[int]:
         """Token ids of template text, control tokens included. at_start: the prompt begins here."""
         bundle = self.bundle
         if bundle.space_prefix:
             text = _with_space_prefix(text, self.bos_text, at_start)
-        ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._encode_template(text))
 
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a raw prompt: BOS where the model wants one, then the plain text."""
@@ -129,6 +133,13 @@ def _load(tokenizer_json: str) -> LibraryTokenizer:
         return LibraryTokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise TokenizerError("tokenizer_json", tokenizer_json[:64], f"cannot be loaded ({error})") from None
+
+
+def _encode(tokenizer: LibraryTokenizer, text: str) -> list[int]:
+    """The library holds the interpreter lock in `encode`, for a second on a long prompt, but not for a batch."""
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _with_space_prefix(text: str, bos: str, at_start: bool) -> str:
