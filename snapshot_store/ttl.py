@@ -17,3 +17,8 @@ def ttl_for_depth(base_ttl_s: int, page_index: int) -> int:
     """
     falling = (1.0 - FLOOR) * HALVING_PAGES / (HALVING_PAGES + max(0, page_index))
     return max(1, int(base_ttl_s * (FLOOR + falling)))
+
+
+def ttls_for_pages(base_ttl_s: int, first_page_index: int, num_pages: int) -> list[int]:
+    """Seconds to live of consecutive pages of one chain, as `touch` takes them."""
+    return [ttl_for_depth(base_ttl_s, first_page_index + index) for index in range(num_pages)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snapshot_store.ttl import ttl_for_depth
+from snapshot_store.ttl import ttl_for_depth, ttls_for_pages
 
 
 def test_ttl_of_the_first_page_is_the_base() -> None:
@@ -24,3 +24,7 @@ def test_ttl_of_the_deepest_page_is_at_least_half() -> None:
 
 def test_ttl_of_a_tiny_base_is_a_second() -> None:
     assert ttl_for_depth(1, 10_000) == 1
+
+
+def test_ttls_of_consecutive_pages_are_those_of_their_depths() -> None:
+    assert ttls_for_pages(86_400, 5, 3) == [ttl_for_depth(86_400, index) for index in (5, 6, 7)]

@@ -15,6 +15,7 @@ from snapshot_store.errors import StoreError
 from snapshot_store.index import SnapshotIndex, SnapshotIndexEntry
 from snapshot_store.store import PageStore
 from snapshot_store.transcript import TranscriptEntry
+from snapshot_store.ttl import ttls_for_pages
 from workers.engine.engine import Engine
 from workers.engine.requests import SealedEvent
 from workers.parking.identity import WriterIdentity
@@ -80,11 +81,12 @@ class Bookkeeping:
         """
         num_pages = len(pages.digests)
         keys = [pages.key_of(index) for index in range(num_pages)]
-        present = self._store.touch(keys, self._ttl_s(pages)) if keys else []
+        lives = ttls_for_pages(self._ttl_s(pages), 0, num_pages)
+        present = self._store.touch(keys, lives) if keys else []
         missing = [index for index, found in enumerate(present) if not found]
         if missing and self._send_again(pages, missing):
             self._parking.flush()
-            present = self._store.touch(keys, self._ttl_s(pages))
+            present = self._store.touch(keys, lives)
         return next((index for index, found in enumerate(present) if not found), num_pages)
 
     def _send_again(self, pages: TurnPages, missing: list[int]) -> int:

@@ -13,6 +13,7 @@ from gpu.cache import FillPage, SealedPage
 from gpu.errors import CapacityError
 from snapshot_store.errors import StoreError
 from snapshot_store.store import FetchOutcome, FetchRequest, PageDamaged, PageMissing, PagePresent, PageStore
+from snapshot_store.ttl import ttls_for_pages
 from workers.engine.engine import Engine
 from workers.engine.running import Phase, RunningTurn
 from workers.parking.identity import WriterIdentity
@@ -163,7 +164,7 @@ class Restorer:
     def _count_present(self, pages: TurnPages, first: int, end: int, result: Resolution) -> int:
         keys = [pages.key_of(index) for index in range(first, end)]
         try:
-            present = self._store.touch(keys, self._ttl_s(pages))
+            present = self._store.touch(keys, ttls_for_pages(self._ttl_s(pages), first, len(keys)))
         except StoreError as error:
             _log.warning("look-up in the page store failed: %s", error)
             result.reasons["unreachable"] += end - first
