@@ -84,7 +84,7 @@ class FillPage:
 
 
 class PagePool:
-    """Free list, holds and digest index. Safe to call from any thread; `on_free` is called under its lock."""
+    """Free list, holds and digest index. Safe to call from any thread; `on_free` is called under `lock`."""
 
     def __init__(self, num_pages: int, on_free: Callable[[Page], None]) -> None:
         self.pages = [Page(index) for index in range(num_pages)]
@@ -95,7 +95,7 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[bytes, Page] = {}
         self._on_free = on_free
-        self._lock = RLock()
+        self.lock = RLock()
 
     @property
     def num_free(self) -> int:
@@ -117,7 +117,7 @@ class PagePool:
 
         Raises CapacityError, with nothing changed, when fewer are free or cached.
         """
-        with self._lock:
+        with self.lock:
             available = len(self._free) + len(self._cached)
             if num_pages > available:
                 raise CapacityError("pages", num_pages, available)
@@ -125,7 +125,7 @@ class PagePool:
 
     def hold(self, page: Page, generation: int, kind: HoldKind) -> None:
         """Add a hold. Raises HoldViolation if the page was freed since `generation`."""
-        with self._lock:
+        with self.lock:
             invariant(
                 page.generation == generation and page.state is not PageState.FREE,
                 HoldViolation,
@@ -136,7 +136,7 @@ class PagePool:
 
     def release(self, page: Page, kind: HoldKind) -> None:
         """Drop a hold; the last one frees the page, or caches it if it is sealed. Raises HoldViolation without one."""
-        with self._lock:
+        with self.lock:
             count = int(self.holds[kind, page.index])
             invariant(count > 0, HoldViolation, f"page {page.index}: {kind.name} hold released but not held")
             self.holds[kind, page.index] -= 1
@@ -144,13 +144,13 @@ class PagePool:
 
     def hold_step(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Add a step hold per occurrence in `indices`; returns the pages' generations for `release_step`."""
-        with self._lock:
+        with self.lock:
             np.add.at(self.holds[HoldKind.STEP], indices, 1)
             return self.generations[indices]
 
     def release_step(self, indices: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
         """Drop the step holds of `hold_step`. Raises HoldViolation if a page lost its hold or was freed meanwhile."""
-        with self._lock:
+        with self.lock:
             step_holds = self.holds[HoldKind.STEP]
             reused = self.generations[indices] != generations
             np.subtract.at(step_holds, indices, 1)
@@ -164,14 +164,14 @@ class PagePool:
 
     def publish(self, page: Page, digest: bytes) -> None:
         """Make a page findable by digest. The caller has proven it and checked that the digest is not taken."""
-        with self._lock:
+        with self.lock:
             page.state = PageState.SEALED
             page.digest = digest
             self._index[digest] = page
 
     def lookup(self, digest: bytes) -> Page | None:
         """The sealed page with this digest; becomes the most recently used one."""
-        with self._lock:
+        with self.lock:
             page = self._index.get(digest)
             if page is not None and page.index in self._cached:
                 self._cached.move_to_end(page.index)
@@ -179,7 +179,7 @@ class PagePool:
 
     def drop(self, page: Page) -> None:
         """Take a sealed page out of the index for good; it is freed with its last hold."""
-        with self._lock:
+        with self.lock:
             if page.state is not PageState.SEALED:
                 return
             self._forget(page)
@@ -188,7 +188,7 @@ class PagePool:
 
     def num_held(self, kind: HoldKind) -> int:
         """Pages with at least one hold of this kind."""
-        with self._lock:
+        with self.lock:
             return int(np.count_nonzero(self.holds[kind]))
 
     def _take_one(self, kind: HoldKind, state: PageState) -> Page:

@@ -16,7 +16,7 @@ from gpu.pages import HoldKind, Page, PagePool
 
 
 class Residency:
-    """Device slots. Used by the engine thread; `free` also under the pool's lock by others.
+    """Device slots. The pool calls `free` under its lock, on any thread; so everything else takes that lock too.
 
     device_offset: (num_pages,) int64, byte offset of each page's device copy, -1 without one.
     """
@@ -53,7 +53,8 @@ class Residency:
         """Raise CapacityError unless slots for `num_pages` open pages are free or can be had by eviction."""
         if not self.enabled:
             return
-        available = len(self._free_slots) + int(np.count_nonzero(self._evictable(pool)))
+        with pool.lock:
+            available = len(self._free_slots) + int(np.count_nonzero(self._evictable(pool)))
         if num_pages > available:
             raise CapacityError("device slots", num_pages, available)
 
@@ -61,11 +62,12 @@ class Residency:
         """Give an open page a poisoned slot. Raises CapacityError if none can be had."""
         if not self.enabled:
             return
-        if not self._free_slots and not self._evict_one(self._evictable(pool)):
-            raise CapacityError("device slots", 1, 0)
-        slot = self._free_slots.pop()
+        with pool.lock:
+            if not self._free_slots and not self._evict_one(self._evictable(pool)):
+                raise CapacityError("device slots", 1, 0)
+            slot = self._free_slots.pop()
+            self._place(page.index, slot)
         self._device.poison(slot)
-        self._place(page, slot)
 
     def note_sealed(self, page: Page) -> None:
         """A page became full and sealed: from now on it may lose its slot."""
@@ -85,20 +87,22 @@ class Residency:
         self._clock += 1
         self._last_used[indices] = self._clock
         for index in dict.fromkeys(indices[self.device_offset[indices] < 0].tolist()):
-            if not self._make_room(pool):
-                return
-            slot = self._free_slots.pop()
+            with pool.lock:
+                if not self._make_room(pool):
+                    return
+                slot = self._free_slots.pop()
+                self._place(index, slot)
             self._device.copy_in(slot, mirror[index * self._page_bytes : (index + 1) * self._page_bytes])
-            self._place(pool.pages[index], slot)
             self.num_promotions += 1
 
     def trim(self, pool: PagePool) -> None:
         """Drop slots of sealed pages until the bound holds, as far as launched steps allow."""
         if not self.enabled:
             return
-        for _ in range(self._num_sealed_resident() - self._max_sealed):
-            if not self._evict_one(self._evictable(pool)):
-                return
+        with pool.lock:
+            for _ in range(self._num_sealed_resident() - self._max_sealed):
+                if not self._evict_one(self._evictable(pool)):
+                    return
 
     def _make_room(self, pool: PagePool) -> bool:
         idle = self._evictable(pool) & (pool.holds[HoldKind.SEQUENCE] == 0)
@@ -111,7 +115,8 @@ class Residency:
 
     def _evictable(self, pool: PagePool) -> NDArray[np.bool_]:
         launched = (pool.holds[HoldKind.STEP] > 0) | (pool.holds[HoldKind.PROMOTION] > 0)
-        return self._sealed & (self.device_offset >= 0) & ~launched
+        evictable: NDArray[np.bool_] = self._sealed & (self.device_offset >= 0) & ~launched
+        return evictable
 
     def _evict_one(self, candidates: NDArray[np.bool_]) -> bool:
         indices = np.flatnonzero(candidates)
@@ -122,8 +127,8 @@ class Residency:
         self.num_device_evictions += 1
         return True
 
-    def _place(self, page: Page, slot: int) -> None:
-        self.device_offset[page.index] = slot * self._page_bytes
+    def _place(self, index: int, slot: int) -> None:
+        self.device_offset[index] = slot * self._page_bytes
 
     def _vacate(self, index: int) -> None:
         self._free_slots.append(int(self.device_offset[index]) // self._page_bytes)

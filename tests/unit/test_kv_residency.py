@@ -1,0 +1,106 @@
+"""Device slots on the simulated device."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu.cache import HoldKind, Sequence
+from gpu.errors import CapacityError, MirrorDivergence
+from gpu.plan import StepPlan
+from tests.kv_lab import Lab, chain, make_lab
+
+TOKENS = tuple(range(1, 101))
+
+
+def resident_depths(lab: Lab, sequence: Sequence) -> list[int]:
+    residency = lab.cache.memory.residency
+    return [depth for depth, page in enumerate(sequence.pages) if residency.slot(page) >= 0]
+
+
+def filled(lab: Lab, num_cells: int, first: int = 0) -> Sequence:
+    sequence = lab.cache.open()
+    tokens = TOKENS[first : first + num_cells]
+    lab.step(sequence, tokens)
+    lab.seal_all(sequence, tokens)
+    return sequence
+
+
+def test_kv_residency_bound_evicts_the_deepest_full_pages_and_keeps_the_tail() -> None:
+    lab = make_lab(resident_cells=32)
+    assert resident_depths(lab, filled(lab, 70)) == [0, 1, 4]
+
+
+def test_kv_residency_without_bound_keeps_all() -> None:
+    lab = make_lab()
+    assert resident_depths(lab, filled(lab, 70)) == [0, 1, 2, 3, 4]
+
+
+def test_kv_residency_promotes_restored_pages_while_slots_are_free() -> None:
+    lab = make_lab(resident_cells=64)
+    first = filled(lab, 32)
+    lab.cache.close(first)
+    lab.cache.memory.residency._vacate(0)
+    second = lab.cache.open()
+    lab.cache.attach(second, [sealed for d in chain(TOKENS[:32], 16) if (sealed := lab.cache.lookup(d))])
+    lab.step(second, TOKENS[32:33])
+    assert resident_depths(lab, second) == [0, 1, 2]
+    assert lab.cache.stats().promotions == 1
+
+
+def test_kv_residency_promotion_takes_the_slots_of_pages_that_nothing_holds() -> None:
+    lab = make_lab(resident_cells=32)
+    idle = filled(lab, 32)
+    lab.cache.close(idle)
+    busy = filled(lab, 32, first=50)
+    lab.step(busy, [7])
+    assert resident_depths(lab, busy) == [0, 1, 2]
+
+
+def test_kv_residency_streamed_bytes_count_non_resident_pages_per_step() -> None:
+    lab = make_lab(resident_cells=0)
+    sequence = filled(lab, 40)
+    before = lab.cache.stats().streamed_bytes
+    lab.step(sequence, [7])
+    assert lab.cache.stats().streamed_bytes - before == 2 * lab.layout.page_bytes
+
+
+def test_kv_residency_page_under_a_launched_step_keeps_its_slot() -> None:
+    lab = make_lab(resident_cells=16)
+    sequence = filled(lab, 16)
+    lab.cache.reserve(sequence, 17)
+    handle = lab.backend.launch(StepPlan((lab.entry(sequence, [7]),)))
+    filled_meanwhile = lab.cache.begin_fill(1)[0]
+    filled_meanwhile.buffer[:] = bytes(filled_meanwhile.buffer.nbytes)
+    lab.cache.fill(filled_meanwhile, b"d")
+    lab.cache.memory.residency._max_sealed = 0
+    lab.cache.memory.residency.trim(lab.cache.memory.pool)
+    assert resident_depths(lab, sequence) == [0, 1]
+    handle.wait()
+    assert resident_depths(lab, sequence) == [1]
+
+
+def test_kv_residency_open_pages_evict_full_ones_when_slots_run_out() -> None:
+    lab = make_lab(num_slots=3)
+    first = filled(lab, 32)
+    second = lab.cache.open()
+    lab.cache.reserve(second, 32)
+    assert resident_depths(lab, first) == [0]
+    assert resident_depths(lab, second) == [0, 1]
+
+
+def test_kv_residency_without_slots_for_open_pages_raises_capacity_error_and_takes_none() -> None:
+    lab = make_lab(num_slots=3)
+    lab.cache.reserve(lab.cache.open(), 32)
+    with pytest.raises(CapacityError, match="device slots: 2 needed, 1 free"):
+        lab.cache.reserve(lab.cache.open(), 32)
+    assert lab.cache.stats().held[HoldKind.SEQUENCE] == 2
+
+
+@pytest.mark.parametrize("num_cells", [16, 20])
+def test_kv_attest_of_a_changed_device_byte_raises_mirror_divergence(num_cells: int) -> None:
+    lab = make_lab("k8v4")
+    sequence = filled(lab, num_cells)
+    assert lab.cache.attest(sequence) == -(-num_cells // 16)
+    lab.cache.memory.device.arena[lab.layout.page_bytes * (num_cells // 17) + 3] ^= 1
+    with pytest.raises(MirrorDivergence):
+        lab.cache.attest(sequence)
