@@ -9,16 +9,20 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _numba_intrinsic
+
+intrinsic: Any = _numba_intrinsic
+carray: Any = numba.carray
 
 _f32 = ir.FloatType()
-_i8, _i32 = ir.IntType(8), ir.IntType(32)
+_i8, _i32, _i64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c in f32, rounded once."""
 
@@ -29,7 +33,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def float_bits(typingctx: Any, value: Any) -> Any:
     """The bits of an f32 as i32."""
 
@@ -39,7 +43,7 @@ def float_bits(typingctx: Any, value: Any) -> Any:
     return types.int32(types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def bits_float(typingctx: Any, value: Any) -> Any:
     """The f32 with the given i32 bits."""
 
@@ -49,9 +53,9 @@ def bits_float(typingctx: Any, value: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pointer(typingctx: Any, address: Any) -> Any:
-    """An address as an untyped pointer, for `numba.carray`."""
+    """An address as an untyped pointer, for `carray`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], _i8.as_pointer())
@@ -59,7 +63,19 @@ def pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
+def call_chunk(typingctx: Any, function: Any, task: Any, chunk: Any, scratch: Any) -> Any:
+    """Call the C function void(i64, i64, i64) at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_i64] * 3)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def atomic_load(typingctx: Any, array: Any, index: Any) -> Any:
     """array[index] of an i64 array, acquire."""
 
@@ -70,7 +86,7 @@ def atomic_load(typingctx: Any, array: Any, index: Any) -> Any:
     return types.int64(array, types.intp), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """array[index] = value of an i64 array, release."""
 
@@ -82,7 +98,7 @@ def atomic_store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return types.none(array, types.intp, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_add(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """array[index] += value of an i64 array; returns the old value."""
 
@@ -93,7 +109,7 @@ def atomic_add(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return types.int64(array, types.intp, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_swap_if(typingctx: Any, array: Any, index: Any, expected: Any, value: Any) -> Any:
     """Set array[index] to value if it is `expected`; returns whether it was."""
 
@@ -110,7 +126,7 @@ def _element(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.gep(array.data, [args[1]])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def spin_hint(typingctx: Any) -> Any:
     """Tell the core that this is a spin loop."""
 

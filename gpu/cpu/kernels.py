@@ -1,27 +1,27 @@
 """Dense kernels: products of a few rows with packed weights, in blocks of 64 outputs.
 
 One chunk of a task computes one block of 64 outputs for all rows, so threads share work by output columns and no sum
-is ever split. A task is a row of i64 numbers and addresses; its fields are named below.
+is ever split.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
-from gpu.cpu.intrinsics import bits_float, fma, pointer
+from gpu.cpu.intrinsics import bits_float, carray, fma, pointer
 from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q4, STORED_Q8, product_tile, unpack_tile
 from gpu.cpu.scalar_math import inverse_root, jit
 from gpu.cpu.softmax_step import gate_step
+from gpu.cpu.task import CHUNKS, FUNCTION, TASK_FIELDS
 from gpu.model.tensors import BLOCK_ROWS, GROUP_COLS
 
-TASK_FIELDS = 48
-OP, CHUNKS, ROWS, INPUTS, X, X_STRIDE, NORM, HIDDEN, HIDDEN_STRIDE, EPS_BITS, MATRICES = range(11)
-FIRST_MATRIX, MATRIX_FIELDS = 12, 8
+_FIRST = max(CHUNKS, FUNCTION) + 1
+MODE, ROWS, INPUTS, X, X_STRIDE, NORM, HIDDEN, HIDDEN_STRIDE, EPS_BITS = range(_FIRST, _FIRST + 9)
+FIRST_MATRIX, MATRIX_FIELDS = _FIRST + 9, 8
 STORAGE, BLOCKS, CODES, SCALES, MINIMUMS, OUT, OUT_STRIDE, BIAS = range(MATRIX_FIELDS)
-OP_PRODUCT, OP_ADD, OP_GATED, OP_ATTEND, OP_FOLD = range(5)
+MODE_PLAIN, MODE_ADD, MODE_GATED = range(3)
 
 UNPACK_ROWS = 8
 PANEL = 128
@@ -37,12 +37,12 @@ _unpack_bf16, _unpack_q8, _unpack_q4 = (unpack_tile(storage) for storage in (STO
 
 @jit
 def normalize_rows(task: Any) -> None:
-    """x = RMSNorm(hidden) * weight, row by row; sums of squares over 16 lanes, then in lane order."""
+    """x = RMSNorm(hidden) * weight of a product task, row by row."""
     rows, width = task[ROWS], task[INPUTS]
     stride_in, stride_out = task[HIDDEN_STRIDE], task[X_STRIDE]
-    hidden = numba.carray(pointer(task[HIDDEN]), (rows * stride_in,), np.float32)
-    x = numba.carray(pointer(task[X]), (rows * stride_out,), np.float32)
-    weight = numba.carray(pointer(task[NORM]), (width,), np.float32)
+    hidden = carray(pointer(task[HIDDEN]), (rows * stride_in,), np.float32)
+    x = carray(pointer(task[X]), (rows * stride_out,), np.float32)
+    weight = carray(pointer(task[NORM]), (width,), np.float32)
     for row in range(rows):
         source = hidden[row * stride_in : row * stride_in + width]
         scale = root_mean_square(source, bits_float(np.int32(task[EPS_BITS])))
@@ -71,10 +71,10 @@ def root_mean_square(source: Any, eps: float) -> float:
     return inverse_root(np.float32(np.float32(total / np.float32(len(source))) + eps))
 
 
-@jit
-def product_chunk(task: Any, chunk: int, scratch: int) -> None:
+def product_chunk(task_at: int, chunk: int, scratch: int) -> None:
     """Compute block `chunk` of a product task. scratch: address of PANEL_FLOATS f32."""
-    if task[OP] == OP_GATED:
+    task = carray(pointer(task_at), (TASK_FIELDS,), np.int64)
+    if task[MODE] == MODE_GATED:
         _block(task, FIRST_MATRIX, chunk, scratch)
         _block(task, FIRST_MATRIX + MATRIX_FIELDS, chunk, scratch)
         _gate(task, chunk)
@@ -84,7 +84,7 @@ def product_chunk(task: Any, chunk: int, scratch: int) -> None:
         block -= task[matrix + BLOCKS]
         matrix += MATRIX_FIELDS
     _block(task, matrix, block, scratch)
-    if task[OP] == OP_ADD:
+    if task[MODE] == MODE_ADD:
         _add_residual(task, matrix, block)
     elif task[matrix + BIAS]:
         _add_bias(task, matrix, block)
@@ -238,8 +238,8 @@ def _gate(task: Any, block: int) -> None:
 def _add_residual(task: Any, matrix: int, block: int) -> None:
     """hidden += out on one block."""
     rows, stride, hidden_stride = task[ROWS], task[matrix + OUT_STRIDE], task[HIDDEN_STRIDE]
-    out = numba.carray(pointer(task[matrix + OUT]), (rows * stride,), np.float32)
-    hidden = numba.carray(pointer(task[HIDDEN]), (rows * hidden_stride,), np.float32)
+    out = carray(pointer(task[matrix + OUT]), (rows * stride,), np.float32)
+    hidden = carray(pointer(task[HIDDEN]), (rows * hidden_stride,), np.float32)
     for row in range(rows):
         for i in range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS):
             hidden[row * hidden_stride + i] = np.float32(hidden[row * hidden_stride + i] + out[row * stride + i])
@@ -249,8 +249,8 @@ def _add_residual(task: Any, matrix: int, block: int) -> None:
 def _add_bias(task: Any, matrix: int, block: int) -> None:
     """out += bias on one block; the bias is padded to whole blocks."""
     rows, stride = task[ROWS], task[matrix + OUT_STRIDE]
-    out = numba.carray(pointer(task[matrix + OUT]), (rows * stride,), np.float32)
-    bias = numba.carray(pointer(task[matrix + BIAS]), ((block + 1) * BLOCK_ROWS,), np.float32)
+    out = carray(pointer(task[matrix + OUT]), (rows * stride,), np.float32)
+    bias = carray(pointer(task[matrix + BIAS]), ((block + 1) * BLOCK_ROWS,), np.float32)
     for row in range(rows):
         for i in range(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS):
             out[row * stride + i] = np.float32(out[row * stride + i] + bias[i])
@@ -265,7 +265,7 @@ def gather_rows(storage: int, codes: int, scales: int, minimums: int, ids: Any, 
     for r in range(len(ids)):
         block, lane = ids[r] // BLOCK_ROWS, ids[r] % BLOCK_ROWS
         if storage == STORED_F32:
-            dense = numba.carray(pointer(codes + block * size), (num, BLOCK_ROWS), np.float32)
+            dense = carray(pointer(codes + block * size), (num, BLOCK_ROWS), np.float32)
             out[r] = dense[:, lane]
         else:
             _unpack(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.cpu import attention as at
-from gpu.cpu.kernels import CHUNKS, OP, OP_ATTEND, OP_FOLD, TASK_FIELDS
-from gpu.cpu.store_cells import store_plane
+from gpu.cpu.attention import attend_chunk, fold_chunk
+from gpu.cpu.attention_task import ITEM_FIELDS, NUM_SPLIT, fill_task, max_segments, scratch_floats
+from gpu.cpu.store_cells import store_planes
+from gpu.cpu.task import FUNCTION, TASK_FIELDS, chunk_function
 from gpu.cpu.threads import SCRATCH_FLOATS, CpuThreads
 from gpu.errors import LayoutError
 from gpu.formats import PlaneFormat
@@ -20,8 +21,10 @@ class NumbaKVKernels:
 
     def __init__(self, threads: CpuThreads) -> None:
         self._threads = threads
+        self._attend, self._fold = chunk_function(attend_chunk), chunk_function(fold_chunk)
         self._planes: dict[tuple[KVLayout, int], NDArray[np.int64]] = {}
         self._task = np.zeros(TASK_FIELDS, np.int64)
+        self._items = np.zeros((0, ITEM_FIELDS), np.int64)
         self._partials = np.zeros(0, np.float32)
 
     def store_rows(
@@ -38,13 +41,11 @@ class NumbaKVKernels:
         nonfinite: NDArray[np.int64],
     ) -> None:
         """See `KVKernels.store_rows`."""
-        planes = self._plane_fields(layout, layer)
-        for is_v, x in ((0, k), (1, v)):
-            store_plane(
-                planes[is_v], is_v, layout.page_size, x, rope.cos, rope.sin, rope.pairing == "interleaved",
-                rows.positions, rows.sequence_index, rows.mirror_offset, rows.device_offset, rows.cell, mirror, device,
-                counts[layer], nonfinite,
-            )  # fmt: skip
+        store_planes(
+            self._plane_fields(layout, layer), layout.page_size, k, v, rope.cos, rope.sin,
+            rope.pairing == "interleaved", rows.positions, rows.sequence_index, rows.mirror_offset, rows.device_offset,
+            rows.cell, mirror, device, counts, layer, nonfinite,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -59,36 +60,30 @@ class NumbaKVKernels:
         out: NDArray[np.float32],
     ) -> None:
         """See `KVKernels.attend`. Raises LayoutError if a head is too large for a thread's scratch."""
-        group = q.shape[1] // layout.num_kv_heads
-        needed = at.scratch_floats(group, layout.head_dim, layout.page_size)
+        group, head_dim = q.shape[1] // layout.num_kv_heads, layout.head_dim
+        needed = scratch_floats(group, head_dim, layout.page_size)
         if needed > SCRATCH_FLOATS:
-            raise LayoutError(
-                "head_dim", layout.head_dim, f"attention needs {needed} of {SCRATCH_FLOATS} scratch floats"
-            )
-        span = at.segment_pages(layout.page_size)
-        segments = -(-tables.mirror.shape[1] // span)
-        items = np.empty((rows.num_rows * (1 + segments), at.ITEM_FIELDS), np.int64)
-        block_rows = max(1, at.BLOCK_QUERIES // group)
-        num_items = at.plan_items(rows.positions, tables.row_start, layout.page_size, block_rows, span, items)
-        floats = rows.num_rows * q.shape[1] * segments * ((layout.head_dim + 15) // 16 * 16 + 2)
-        if bool((items[:num_items, 3] >= 0).any()) and floats > len(self._partials):
-            self._partials = np.empty(floats, np.float32)
+            raise LayoutError("head_dim", head_dim, f"attention needs {needed} of {SCRATCH_FLOATS} scratch floats")
+        segments = max_segments(tables.mirror.shape[1], layout.page_size)
+        self._grow(rows.num_rows * segments, q.shape[1] * (head_dim + 15 + 2))
         task = self._task
-        task[OP], task[CHUNKS] = OP_ATTEND, num_items * layout.num_kv_heads
-        task[at.Q], task[at.OUT] = q.ctypes.data, out.ctypes.data
-        task[at.COS], task[at.SIN] = rope.cos.ctypes.data, rope.sin.ctypes.data
-        task[at.HALF_DIM], task[at.INTERLEAVED] = rope.rope_dim // 2, rope.pairing == "interleaved"
-        task[at.POSITIONS], task[at.TABLE_WIDTH] = rows.positions.ctypes.data, tables.mirror.shape[1]
-        task[at.MIRROR_PAGES], task[at.DEVICE_PAGES] = tables.mirror.ctypes.data, tables.device.ctypes.data
-        task[at.MIRROR], task[at.DEVICE] = mirror.ctypes.data, device.ctypes.data
-        task[at.HEADS], task[at.KV_HEADS] = q.shape[1], layout.num_kv_heads
-        task[at.HEAD_DIM], task[at.PAGE_SIZE] = layout.head_dim, layout.page_size
-        task[at.ITEMS], task[at.PARTIALS], task[at.SEGMENTS] = items.ctypes.data, self._partials.ctypes.data, segments
-        task[at.K_PLANE : at.V_PLANE + at.PLANE_FIELDS] = self._plane_fields(layout, layer).ravel()
+        fill_task(
+            task, q, out, rope.cos, rope.sin, rope.pairing == "interleaved", rows.positions, tables.row_start,
+            tables.mirror, tables.device, mirror, device, self._plane_fields(layout, layer), layout.num_kv_heads,
+            layout.page_size, self._items, self._partials,
+        )  # fmt: skip
+        task[FUNCTION] = self._attend
         self._threads.run(task)
-        if bool((items[:num_items, 3] >= 0).any()):
-            task[OP] = OP_FOLD
+        if task[NUM_SPLIT]:
+            task[FUNCTION] = self._fold
             self._threads.run(task)
+
+    def _grow(self, num_items: int, floats_per_item: int) -> None:
+        """Room for a segment of every row: as items, and as partial states."""
+        if num_items > len(self._items):
+            self._items = np.zeros((2 * num_items, ITEM_FIELDS), np.int64)
+        if num_items * floats_per_item > len(self._partials):
+            self._partials = np.empty(2 * num_items * floats_per_item, np.float32)
 
     def _plane_fields(self, layout: KVLayout, layer: int) -> NDArray[np.int64]:
         """(2, PLANE_FIELDS) i64: where and how K and V of a layer lie in a page."""

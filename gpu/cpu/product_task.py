@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from gpu.cpu import kernels as kn
 from gpu.cpu.product_tile import STORED_BF16, STORED_F32, STORED_Q4, STORED_Q8
+from gpu.cpu.task import CHUNKS, FUNCTION, TASK_FIELDS, chunk_function
+from gpu.cpu.threads import CpuThreads
 from gpu.model.tensors import BLOCK_ROWS, Floats, WeightMatrix, WeightStorage
 
 STORED = {
@@ -26,13 +28,17 @@ class ProductTask:
     """
 
     def __init__(
-        self, op: int, x: Floats, matrices: Items[WeightMatrix], outs: Items[Floats], biases: Items[Floats | None] = ()
+        self,
+        mode: int,
+        x: Floats,
+        matrices: Items[WeightMatrix],
+        outs: Items[Floats],
+        biases: Items[Floats | None] = (),
     ) -> None:
         """x: (max_rows, stride) f32. outs: (max_rows, stride) f32 each, strides padded to whole blocks."""
-        fields = np.zeros(kn.TASK_FIELDS, np.int64)
-        fields[kn.OP], fields[kn.INPUTS] = op, matrices[0].num_cols
+        fields = np.zeros(TASK_FIELDS, np.int64)
+        fields[kn.MODE], fields[kn.INPUTS] = mode, matrices[0].num_cols
         fields[kn.X], fields[kn.X_STRIDE] = x.ctypes.data, x.shape[1]
-        fields[kn.MATRICES] = len(matrices)
         padded = [None if bias is None else pad_blocks(bias) for bias in biases] or [None] * len(matrices)
         for index, (matrix, out, bias) in enumerate(zip(matrices, outs, padded, strict=True)):
             first = kn.FIRST_MATRIX + index * kn.MATRIX_FIELDS
@@ -41,7 +47,8 @@ class ProductTask:
                 matrix.minimums.ctypes.data, out.ctypes.data, out.shape[1], 0 if bias is None else bias.ctypes.data,
             )  # fmt: skip
         blocks = [matrix.codes.shape[0] for matrix in matrices]
-        fields[kn.CHUNKS] = blocks[0] if op == kn.OP_GATED else sum(blocks)
+        fields[FUNCTION] = chunk_function(kn.product_chunk)
+        fields[CHUNKS] = blocks[0] if mode == kn.MODE_GATED else sum(blocks)
         self._fields: NDArray[np.int64] = fields
         self._kept: list[object] = [x, *matrices, *outs, *padded]
 
@@ -59,10 +66,12 @@ class ProductTask:
         self._kept.append(hidden)
         return self
 
-    def with_rows(self, num_rows: int) -> NDArray[np.int64]:
-        """The task for `CpuThreads.run`."""
+    def run(self, threads: CpuThreads, num_rows: int) -> None:
+        """Compute the first `num_rows` rows."""
         self._fields[kn.ROWS] = num_rows
-        return self._fields
+        if self._fields[kn.NORM]:
+            kn.normalize_rows(self._fields)
+        threads.run(self._fields)
 
 
 def pad_blocks(vector: Floats) -> Floats:

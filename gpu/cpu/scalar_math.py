@@ -11,7 +11,7 @@ import numpy as np
 from gpu.cpu.intrinsics import bits_float, float_bits, fma
 from gpu.cpu.vector_code import EXP_FLOOR, EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2E, ROUNDER
 
-jit: Any = numba.njit(cache=True, nogil=True, boundscheck=False)
+jit: Any = numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")
 
 _LOG2E, _ROUNDER = np.float32(LOG2E), np.float32(ROUNDER)
 _HIGH, _LOW = np.float32(-LN2_HIGH), np.float32(-LN2_LOW)
@@ -24,7 +24,7 @@ _HALF_OF_ONE_BITS = np.int32(0x3F000000)
 
 
 @jit
-def exp(x: float) -> float:
+def exp(x: Any) -> Any:
     """exp of x <= 0 in f32, the same steps as the softmax's; 0 below -86."""
     clamped = max(x, _FLOOR)
     shifted = fma(clamped, _LOG2E, _ROUNDER)
@@ -37,7 +37,7 @@ def exp(x: float) -> float:
 
 
 @jit
-def half_bits(x: float) -> int:
+def half_bits(x: Any) -> Any:
     """f32 to fp16 bits: nearest even, saturating at +-65504, every zero +0."""
     bits = float_bits(x)
     sign = (bits >> np.int32(16)) & np.int32(0x8000)
@@ -50,13 +50,13 @@ def half_bits(x: float) -> int:
 
 
 @jit
-def half_value(bits: int) -> float:
+def half_value(bits: Any) -> Any:
     """fp16 bits (finite) to f32, exactly, subnormals included."""
     size = np.float32(bits_float(np.int32((bits & 0x7FFF) << 13)) * _TWO_112)
     return bits_float(np.int32(float_bits(size) | np.int32((bits & 0x8000) << 16)))
 
 
 @jit
-def inverse_root(x: float) -> float:
+def inverse_root(x: Any) -> Any:
     """1 / sqrt(x) in f32; both operations are correctly rounded."""
     return np.float32(_ONE / np.float32(math.sqrt(x)))

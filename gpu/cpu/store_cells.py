@@ -21,12 +21,26 @@ _ZERO = np.float32(0)
 
 
 @jit
-def store_plane(
+def store_planes(
+    planes: Any, page_size: int, k: Any, v: Any, cos: Any, sin: Any, interleaved: bool, positions: Any,
+    sequence_index: Any, mirror_offset: Any, device_offset: Any, cell: Any, mirror: Any, device: Any, counts: Any,
+    layer: int, nonfinite: Any,
+) -> None:  # fmt: skip
+    """Store K and V of all rows of a layer. planes: (2, PLANE_FIELDS) i64; the rest as in `KVKernels.store_rows`."""
+    for is_v in range(2):
+        _store_plane(
+            planes[is_v], is_v, page_size, v if is_v else k, cos, sin, interleaved, positions, sequence_index,
+            mirror_offset, device_offset, cell, mirror, device, counts[layer], nonfinite,
+        )  # fmt: skip
+
+
+@jit
+def _store_plane(
     plane: Any, is_v: int, page_size: int, x: Any, cos: Any, sin: Any, interleaved: bool, positions: Any,
     sequence_index: Any, mirror_offset: Any, device_offset: Any, cell: Any, mirror: Any, device: Any, counts: Any,
     nonfinite: Any,
 ) -> None:  # fmt: skip
-    """Store one plane of all rows. x: (R, heads, head_dim) f32. counts: (S, 2) i64 of this layer. See `KVKernels`."""
+    """Store one plane. x: (R, heads, head_dim) f32. counts: (S, 2) i64 of this layer."""
     rows, heads, head_dim = x.shape
     vector = np.empty(head_dim, np.float32)
     codes = np.empty(plane[CODE_BYTES], np.uint8)
@@ -80,7 +94,7 @@ def _encode(kind: int, group: int, vector: Any, codes: Any, scales: Any) -> None
 
 
 @jit
-def _encode_int8(values: Any, codes: Any) -> int:
+def _encode_int8(values: Any, codes: Any) -> Any:
     """Codes rint(x / scale) clamped to +-127; returns the fp16 bits of the scale max|x| / 127."""
     largest = _ZERO
     for i in range(len(values)):
@@ -97,7 +111,7 @@ def _encode_int8(values: Any, codes: Any) -> int:
 
 
 @jit
-def _encode_q4(values: Any, codes: Any) -> int:
+def _encode_q4(values: Any, codes: Any) -> Any:
     """Codes trunc(x / d + 8.5) clamped to 0..15, low nibble first; returns the fp16 bits of d."""
     highest, lowest = values[0], values[0]
     for i in range(1, len(values)):
@@ -112,7 +126,7 @@ def _encode_q4(values: Any, codes: Any) -> int:
 
 
 @jit
-def _code_q4(value: float, scale: float) -> int:
+def _code_q4(value: Any, scale: Any) -> Any:
     if scale == _ZERO:
         return 8
     code = np.float32(np.float32(value / scale) + np.float32(8.5))

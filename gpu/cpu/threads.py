@@ -15,10 +15,10 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from gpu.cpu.attention import attend_chunk, fold_chunk
-from gpu.cpu.intrinsics import atomic_add, atomic_load, atomic_store, atomic_swap_if, spin_hint
-from gpu.cpu.kernels import CHUNKS, NORM, OP, OP_ATTEND, OP_FOLD, TASK_FIELDS, normalize_rows, product_chunk
+from gpu.cpu.intrinsics import atomic_add, atomic_load, atomic_store, atomic_swap_if, call_chunk, spin_hint
 from gpu.cpu.scalar_math import jit
+from gpu.cpu.task import CHUNKS, FUNCTION, TASK_FIELDS
+from gpu.errors import LayoutError
 
 WORD, DONE, CLOSED, TASK = 0, 8, 16, 24
 BOARD_WORDS = TASK + TASK_FIELDS
@@ -36,7 +36,7 @@ class CpuThreads:
 
     def __init__(self, num_threads: int = 1) -> None:
         if num_threads < 1:
-            raise ValueError(f"num_threads={num_threads}: must be at least 1")
+            raise LayoutError("num_threads", num_threads, "must be at least 1")
         self.num_threads = num_threads
         self._board = np.zeros(BOARD_WORDS, np.int64)
         self._scratch = [np.zeros(SCRATCH_FLOATS, np.float32) for _ in range(num_threads)]
@@ -88,7 +88,7 @@ def work(board: Any, task: Any, scratch: int, spins: int) -> None:
             spin_hint()
             idle += 1
         elif atomic_swap_if(board, WORD, word, word - 1):
-            _do_chunk(board[TASK:], board[TASK + CHUNKS] - left, scratch)
+            call_chunk(board[TASK + FUNCTION], board.ctypes.data + 8 * TASK, board[TASK + CHUNKS] - left, scratch)
             atomic_add(board, DONE, 1)
             idle = 0
     waited = 0
@@ -101,20 +101,8 @@ def work(board: Any, task: Any, scratch: int, spins: int) -> None:
 
 @jit
 def _publish(board: Any, task: Any) -> None:
-    if task[OP] < OP_ATTEND and task[NORM] != 0:
-        normalize_rows(task)
     for i in range(len(task)):
         board[TASK + i] = task[i]
     atomic_store(board, DONE, 0)
     epoch = (atomic_load(board, WORD) >> 32) + 1
     atomic_store(board, WORD, ((epoch & 0x3FFFFFFF) << 32) | task[CHUNKS])
-
-
-@jit
-def _do_chunk(task: Any, chunk: int, scratch: int) -> None:
-    if task[OP] == OP_ATTEND:
-        attend_chunk(task, chunk, scratch)
-    elif task[OP] == OP_FOLD:
-        fold_chunk(task, chunk, scratch)
-    else:
-        product_chunk(task, chunk, scratch)

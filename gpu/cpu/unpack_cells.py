@@ -11,7 +11,7 @@ from gpu.cpu.store_cells import KIND_F16, KIND_INT8, KIND_Q4
 from gpu.cpu.vector_code import FLOATS, I8, I16, I64, INTS, LANES, VectorCode, emitted_kernel, floats, ints
 
 
-def unpack_keys(kind: int) -> Any:
+def key_unpacker(kind: int) -> Any:
     """Make unpack(codes, scales, blocks, head_dim, out, out_stride, group), all i64.
 
     codes: address of cell 0's codes, cells code_bytes apart. scales: address of f32 [group][out_stride]. blocks: how
@@ -37,10 +37,10 @@ def unpack_keys(kind: int) -> Any:
     return emitted_kernel(f"kvalet_unpack_keys_{kind}", 7, emit)
 
 
-def unpack_values(kind: int) -> Any:
+def value_unpacker(kind: int) -> Any:
     """Make unpack(codes, scales, cells, head_dim, out, scales_stride, group), all i64; out: address of f32 [cell][dim].
 
-    scales: address of f32 [group][scales_stride]; the rest as for `unpack_keys`.
+    scales: address of f32 [group][scales_stride]; the rest as for `key_unpacker`.
     """
 
     def emit(code: VectorCode, args: Any) -> None:

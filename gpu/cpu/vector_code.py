@@ -11,7 +11,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from gpu.cpu.intrinsics import intrinsic
 
 LANES = 16
 LOG2E = 1.4426950408889634

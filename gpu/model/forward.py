@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cache import KVCache, StepCells
-from gpu.cpu.kernels import OP_ADD, OP_GATED, OP_PRODUCT, gather_rows, normalize_heads
+from gpu.cpu.kernels import MODE_ADD, MODE_GATED, MODE_PLAIN, gather_rows, normalize_heads
 from gpu.cpu.product_task import STORED, ProductTask, padded_width
 from gpu.cpu.threads import CpuThreads
 from gpu.model.config import ModelConfig
@@ -46,10 +46,10 @@ class HostModel:
         num_rows = len(token_ids)
         if num_rows > self._rows.max_rows:
             self._grow(num_rows)
-        rows, run = self._rows, self._threads.run
+        rows, threads = self._rows, self._threads
         self._embed(token_ids)
         for index, (tasks, layer) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
-            run(tasks.qkv.with_rows(num_rows))
+            tasks.qkv.run(threads, num_rows)
             q, k, v = rows.heads(num_rows)
             if layer.q_norm is not None and layer.k_norm is not None:
                 eps = np.float32(self.config.rms_norm_eps)
@@ -58,9 +58,9 @@ class HostModel:
             part = cells.at(index)
             cache.append(part, k, v)
             cache.attend(part, q, rows.attended[:num_rows])
-            run(tasks.output.with_rows(num_rows))
-            run(tasks.gate_up.with_rows(num_rows))
-            run(tasks.down.with_rows(num_rows))
+            tasks.output.run(threads, num_rows)
+            tasks.gate_up.run(threads, num_rows)
+            tasks.down.run(threads, num_rows)
         return self._logits(sampled_rows)
 
     def _embed(self, token_ids: NDArray[np.int64]) -> None:
@@ -75,9 +75,9 @@ class HostModel:
         logits = np.empty((count, padded_width(self.config.vocab_size)), np.float32)
         if count:
             hidden = np.ascontiguousarray(self._rows.hidden[sampled_rows])
-            task = ProductTask(OP_PRODUCT, np.empty_like(hidden), [head], [logits])
+            task = ProductTask(MODE_PLAIN, np.empty_like(hidden), [head], [logits])
             task.normalize(hidden, self._weights.final_norm, self.config.rms_norm_eps)
-            self._threads.run(task.with_rows(count))
+            task.run(self._threads, count)
         return logits[:, : self.config.vocab_size]
 
     def _grow(self, num_rows: int) -> None:
@@ -87,10 +87,10 @@ class HostModel:
     def _layer_tasks(self, layer: LayerWeights) -> LayerTasks:
         rows, eps = self._rows, self.config.rms_norm_eps
         biases = (layer.q_bias, layer.k_bias, layer.v_bias)
-        qkv = ProductTask(OP_PRODUCT, rows.normed, [layer.q, layer.k, layer.v], [rows.q, rows.k, rows.v], biases)
-        output = ProductTask(OP_ADD, rows.attended.reshape(rows.max_rows, -1), [layer.o], [rows.added])
-        gate_up = ProductTask(OP_GATED, rows.normed, [layer.gate, layer.up], [rows.gate, rows.up])
-        down = ProductTask(OP_ADD, rows.gate, [layer.down], [rows.added])
+        qkv = ProductTask(MODE_PLAIN, rows.normed, [layer.q, layer.k, layer.v], [rows.q, rows.k, rows.v], biases)
+        output = ProductTask(MODE_ADD, rows.attended.reshape(rows.max_rows, -1), [layer.o], [rows.added])
+        gate_up = ProductTask(MODE_GATED, rows.normed, [layer.gate, layer.up], [rows.gate, rows.up])
+        down = ProductTask(MODE_ADD, rows.gate, [layer.down], [rows.added])
         return LayerTasks(
             qkv.normalize(rows.hidden, layer.attn_norm, eps),
             output.add_to(rows.hidden),
