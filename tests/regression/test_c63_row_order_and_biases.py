@@ -13,12 +13,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
+from numpy.typing import NDArray
 
 from gpu.model.config import ModelConfig
 from gpu.model.gguf_source import GgufSource
 from gpu.model.load import load_weights, open_source
-from tests.model_files import Tensors, random_tensors, tiny_config, write_gguf, write_safetensors
+from gpu.plan import PlanEntry, RowKind, SamplingParams, StepPlan
+from gpu.sampling import TokenHistory
+from tests.model_files import (
+    Tensors,
+    byte_vocabulary,
+    random_tensors,
+    tiny_config,
+    write_gguf,
+    write_safetensors,
+    write_tokenizer_files,
+)
 from tests.reference_decoder import Doubles, loaded_tensors, reference_logits
+from workers.model_runtime import ModelRuntime, load_runtime
+from workers.settings import WorkerSettings
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 IDS = [int(token_id) for token_id in np.random.default_rng(7).integers(0, 512, 200)]
@@ -29,6 +42,18 @@ def model(architecture: str) -> tuple[ModelConfig, Tensors, Doubles]:
     config = tiny_config(architecture)
     tensors = random_tensors(config)
     return config, tensors, reference_logits(config, tensors, IDS)
+
+
+def greedy_rows(runtime: ModelRuntime, ids: list[int]) -> tuple[NDArray[np.int64], Doubles]:
+    """The top token after every position, and its log probability."""
+    cache = runtime.backend.cache
+    sequence = cache.open()
+    cache.reserve(sequence, len(ids))
+    entry = PlanEntry(
+        sequence, RowKind.VERIFY, tuple(ids), SamplingParams(temperature=0, logprobs=0), 0, TokenHistory(())
+    )
+    [result] = runtime.backend.launch(StepPlan((entry,))).wait().entries
+    return np.array(result.token_ids), np.array([report.logprob for report in result.logprobs])
 
 
 def logits_of(path: Path) -> Doubles:
@@ -70,6 +95,31 @@ def test_quantized_gguf_gives_the_logits_of_the_dequantized_weights(
         for name, values in tensors.items()
     }
     assert np.array_equal(logits_of(path), reference_logits(config, rounded, IDS))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file_format", ["gguf", "safetensors"])
+def test_worker_gives_the_reference_top_tokens(
+    tmp_path: Path, architecture: str, file_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way: file, loader, CPU kernels, f16 cache. Top token equal at >= 99 % of 200 positions, log
+    probabilities within 0.01; the wrong row order or a missing bias moves them by tenths and more."""
+    config, tensors, expected = model(architecture)
+    if file_format == "gguf":
+        path = write_gguf(tmp_path / "m.gguf", config, tensors)
+    else:
+        path = write_safetensors(tmp_path / "m", config, tensors)
+        write_tokenizer_files(path, byte_vocabulary())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    runtime = load_runtime(WorkerSettings(model=path, kv_format="f16", mirror_mib=8, threads=1, step_rows=256))
+    try:
+        ids, logprobs = greedy_rows(runtime, IDS)
+    finally:
+        runtime.close()
+    shifted = expected - expected.max(axis=1, keepdims=True)
+    reference = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    assert np.mean(ids == reference.argmax(axis=1)) >= 0.99
+    assert np.abs(logprobs - reference[np.arange(len(ids)), ids]).max() < 0.01
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
