@@ -137,6 +137,8 @@ class WireConnection:
         """Whether an idle connection is still usable: open, and nothing to read (not even the server's farewell)."""
         if not self.is_open or len(self._unread):
             return False
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return False
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return not poller.poll(0)
