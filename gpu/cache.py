@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 
 from gpu.cache_stats import CacheStats
 from gpu.device_memory import DeviceMemory
-from gpu.errors import (
-    HoldViolation,
-    NonFiniteInput,
-    PlanError,
-    PoisonedPage,
-    UnprovenAppend,
-    invariant,
-)
+from gpu.errors import HoldViolation, NonFiniteInput, PlanError, UnfilledPage, UnprovenAppend, invariant
 from gpu.kv_kernels import KVKernels, RopeTable
 from gpu.layout import KVLayout
 from gpu.mirror import MirrorArena
@@ -268,13 +261,14 @@ class KVCache:
     def fill(self, filled: FillPage, digest: bytes, *, own_numerics: bool = True) -> SealedPage:
         """Publish a received and verified page; drops its fill hold. The only way in for restored cells.
 
-        A page whose digest is known is freed and the known one returned. Raises PoisonedPage if a cell holds poison:
+        A page whose digest is known is freed and the known one returned. Raises UnfilledPage if a cell holds poison:
         the page stays a fill, to be abandoned. Attach the result before anything else may evict it.
         """
         memory, page = self.memory, filled.page
         ours = page.state is PageState.FILLING and page.generation == filled.generation
         invariant(ours, HoldViolation, f"page {page.index} is no longer a fill")
-        invariant(memory.is_filled(page), PoisonedPage, f"page {page.index} was filled with poison left in it")
+        if not memory.is_filled(page):
+            raise UnfilledPage(f"page {page.index}: a restored page with poison in it")
         known = memory.pool.lookup(digest)
         if known is None:
             memory.publish(page, digest, own_numerics)

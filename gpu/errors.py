@@ -8,6 +8,7 @@
     |   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
     |-- PlanError              a step plan or a call that breaks the cache's contract, refused before anything is queued
     |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
+    |-- UnfilledPage           a restored page still holds poison (counts as damaged, is recomputed)
     |-- InvariantViolation     a rule of the cache was broken by our own code (ends the process)
     |   |-- UnprovenAppend     mirror-store counts differ from the plan (quarantine)
     |   |-- MirrorDivergence   mirror and device bytes differ (quarantine)
@@ -84,6 +85,13 @@ class CapacityError(GpuError):
         self.what = what
         self.needed = needed
         self.free = free
+
+
+class UnfilledPage(GpuError):
+    """A restored page still holds poison: a short read, or a writer that stored less than a page of cells.
+
+    The caller abandons the page, counts it as damaged and recomputes.
+    """
 
 
 class InvariantViolation(GpuError):

@@ -10,6 +10,7 @@ from gpu.errors import (
     NonFiniteInput,
     PlanError,
     PoisonedPage,
+    UnfilledPage,
     UnprovenAppend,
     WriteOutOfBounds,
 )
@@ -179,7 +180,7 @@ def test_kv_model_error_in_mid_step_frees_the_holds_and_fails_the_sequence() -> 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("part", range(2))
-def test_kv_restore_that_misses_a_part_raises_poisoned_page(kv_format: str, part: int) -> None:
+def test_kv_restore_that_misses_a_part_raises_unfilled_page(kv_format: str, part: int) -> None:
     """A short read leaves poison in the cells that were not received."""
     lab = make_lab(kv_format)
     sequence = lab.cache.open()
@@ -190,7 +191,7 @@ def test_kv_restore_that_misses_a_part_raises_poisoned_page(kv_format: str, part
     half = lab.layout.page_bytes // 2
     received = slice(0, half) if part == 0 else slice(half, None)
     filled.buffer[received] = stored[received]
-    with pytest.raises(PoisonedPage):
+    with pytest.raises(UnfilledPage):
         other.cache.fill(filled, chain(TOKENS, 16)[0])
     other.cache.abandon_fill(filled)
     assert other.cache.free_pages == other.cache.num_pages

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpu.cache import FillPage, SealedPage
-from gpu.errors import CapacityError
+from gpu.errors import CapacityError, UnfilledPage
 from snapshot_store.errors import StoreError
 from snapshot_store.store import FetchOutcome, FetchRequest, PageDamaged, PageMissing, PagePresent, PageStore
 from snapshot_store.ttl import ttls_for_pages
@@ -155,7 +155,7 @@ class Restorer:
         try:
             good = self._receive(pages, token_ids, first, fills, result)
         finally:
-            attached = self._engine.call(lambda: self._publish(running, pages, first, fills, good))
+            attached = self._engine.call(lambda: self._publish(running, pages, first, fills[:good], fills[good:], result))
         result.store_pages = attached
         result.store_bytes = attached * self._engine.cache.layout.page_bytes
         if attached:
@@ -239,11 +239,25 @@ class Restorer:
         except StoreError as error:
             _log.warning("could not delete %s: %s", key, error)
 
-    def _publish(self, running: RunningTurn, pages: TurnPages, first: int, fills: list[FillPage], good: int) -> int:
+    def _publish(
+        self,
+        running: RunningTurn,
+        pages: TurnPages,
+        first: int,
+        good: list[FillPage],
+        rest: list[FillPage],
+        result: Resolution,
+    ) -> int:
         """Mint the good pages and attach them; give the rest back. On the engine thread."""
         cache = self._engine.cache
-        sealed = [cache.fill(fill, pages.digests[first + i]) for i, fill in enumerate(fills[:good])]
-        for fill in fills[good:]:
+        sealed: list[SealedPage] = []
+        try:
+            for index, fill in enumerate(good, first):
+                sealed.append(cache.fill(fill, pages.digests[index]))
+        except UnfilledPage as error:
+            result.reasons["damaged:UnfilledPage"] += 1
+            _log.warning("page %d of the chain: %s", first + len(sealed), error)
+        for fill in (*good[len(sealed) :], *rest):
             cache.abandon_fill(fill)
         if not sealed or running.phase is not Phase.RESOLVING or running.sequence is None:
             return 0
