@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from snapshot_store.index import SnapshotIndex
 from snapshot_store.redis_store import RedisPageStore
 from snapshot_store.store import PageStore
-from snapshot_store.transcript import CacheScope, TranscriptEntry
+from snapshot_store.transcript import TranscriptEntry
 from snapshot_store.transcript_reader import TranscriptReader, fold_token_ids
 from snapshot_store.wire_pool import WireSettings
 from tests.model_files import byte_vocabulary, random_tensors, tiny_config, write_gguf
+from workers.dispatch import Dispatcher
 from workers.model_runtime import load_runtime
 from workers.service import WorkerService
 from workers.settings import WorkerSettings
-from workers.turns.calls import accept, create_conversation, get_turn
+from workers.turns.calls import accept, create_conversation, get_turn, get_turn_state
 from workers.turns.control import TurnControl, connect
-from workers.turns.outcomes import AcceptKind, AcceptLimits, TurnView
+from workers.turns.outcomes import AcceptKind, AcceptLimits, AcceptOutcome, TurnView
 from workers.turns.records import TurnRequest
 
 CHATML = (
@@ -41,56 +43,17 @@ def tiny_model(directory: Path, **changes: Any) -> Path:
     """A GGUF with random weights, a byte-level vocabulary and a ChatML template."""
     vocabulary = byte_vocabulary()
     vocabulary["tokenizer.chat_template"] = CHATML
-    config = tiny_config("llama", context_length=4096, vocab_size=len(vocabulary["tokenizer.ggml.tokens"]), **changes)
+    config = tiny_config("llama", context_length=8192, vocab_size=len(vocabulary["tokenizer.ggml.tokens"]), **changes)
     return write_gguf(directory / "tiny.gguf", config, random_tensors(config), vocabulary)
 
 
-@dataclass(slots=True)
-class Fleet:
-    """Workers by name, all serving one model through one pair of servers."""
+class TurnClient:
+    """Accepts turns and reads what became of them, straight on turn control."""
 
-    control_url: str
-    pages_url: str
-    model: Path
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    make_store: Callable[[str], PageStore] = lambda url: RedisPageStore(WireSettings(url))
-    tenant: str = "local"
-    workers: dict[str, WorkerService] = field(default_factory=dict)
-    fatal: list[str] = field(default_factory=list)
-
-    def worker(self, name: str, **changes: Any) -> WorkerService:
-        """The worker of that name, started at first use."""
-        if name not in self.workers:
-            values = {
-                "control_url": self.control_url,
-                "pages_url": self.pages_url,
-                "worker_id": name,
-                "model": self.model,
-                "model_name": "test",
-                "restore": "always",
-                "attest": "always",
-                "threads": 1,
-                "mirror_mib": 64,
-                **self.settings,
-                **changes,
-            }
-            settings = WorkerSettings(**values)
-            service = WorkerService(
-                settings, load_runtime(settings), self.make_store(self.pages_url), lambda: self.fatal.append(name)
-            )
-            service.join()
-            self.workers[name] = service
-        return self.workers[name]
-
-    def stop(self, name: str | None = None) -> None:
-        """Stop one worker, or all."""
-        for worker_id in [name] if name else list(self.workers):
-            self.workers.pop(worker_id).stop()
-
-    @property
-    def control(self) -> TurnControl:
-        """Turn control on a client of its own."""
-        return TurnControl(connect(self.control_url))
+    def __init__(self, control_url: str, model: str = "test", tenant: str = "local") -> None:
+        self.control = TurnControl(connect(control_url))
+        self.model = model
+        self.tenant = tenant
 
     def conversation(self) -> str:
         """A new conversation."""
@@ -100,12 +63,16 @@ class Fleet:
 
     def accept(self, text: str | Sequence[Mapping[str, Any]], **changes: Any) -> str:
         """Accept a turn; returns its id."""
+        return self.accept_outcome(text, **changes).turn_id
+
+    def accept_outcome(self, text: str | Sequence[Mapping[str, Any]], **changes: Any) -> AcceptOutcome:
+        """Accept a turn of 40 greedy tokens unless told otherwise."""
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
         values: dict[str, Any] = {
             "turn_id": f"resp_{uuid.uuid4().hex[:12]}",
             "tenant": self.tenant,
             "key_id": "key",
-            "model": "test",
+            "model": self.model,
             "created_at": 1_790_000_000.0 + next(_numbers),
             "messages": tuple(dict(message) for message in messages),
             "sampling": dict(GREEDY),
@@ -115,7 +82,87 @@ class Fleet:
         }
         outcome = self.control.run(accept(TurnRequest(**values), AcceptLimits()))
         assert outcome.kind is AcceptKind.ACCEPTED, outcome
-        return outcome.turn_id
+        return outcome
+
+    def view(self, turn_id: str) -> TurnView:
+        """A turn as its tenant sees it."""
+        view = self.control.run(get_turn(self.tenant, turn_id))
+        assert view is not None
+        return view
+
+    def wait(self, turn_id: str, timeout_s: float = 60.0) -> TurnView:
+        """Wait until a turn has ended."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            state = self.control.run(get_turn_state(self.tenant, turn_id))
+            if state is not None and state.is_terminal:
+                return self.view(turn_id)
+            time.sleep(0.01)
+        raise AssertionError(f"{turn_id} has not ended after {timeout_s} s: {self.view(turn_id)}")
+
+    def wait_parked(self, turn_id: str, timeout_s: float = 20.0) -> None:
+        """Wait until the index says that all full pages up to a committed turn are parked."""
+        view = self.view(turn_id)
+        branch = view.conversation_id or turn_id
+        index = SnapshotIndex(self.control.client)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            entry = index.read(self.tenant, branch)
+            if entry is not None and entry.head_turn_id == turn_id:
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"{turn_id} was not parked within {timeout_s} s")
+
+    def path(self, turn_id: str) -> tuple[TranscriptEntry, ...]:
+        """Committed entries of a branch, root first."""
+        return TranscriptReader(self.control.client, self.tenant).path(turn_id)
+
+    def token_ids(self, turn_id: str) -> tuple[int, ...]:
+        """Every token id of a committed branch: prompt and output of its last turn."""
+        return fold_token_ids(self.path(turn_id))
+
+
+class Fleet(TurnClient):
+    """Workers by name, all serving one model through one pair of servers. `settings` apply to each."""
+
+    def __init__(
+        self,
+        control_url: str,
+        pages_url: str,
+        model: Path,
+        make_store: Callable[[str], PageStore] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(control_url)
+        self.workers: dict[str, WorkerService] = {}
+        self.fatal: list[str] = []
+        self._make_store = make_store or (lambda url: RedisPageStore(WireSettings(url)))
+        self._settings = {
+            "control_url": control_url,
+            "pages_url": pages_url,
+            "model": model,
+            "model_name": "test",
+            "restore": "always",
+            "attest": "always",
+            "threads": 1,
+            "mirror_mib": 64,
+            **settings,
+        }
+
+    def worker(self, name: str, **changes: Any) -> WorkerService:
+        """The worker of that name, started at first use."""
+        if name not in self.workers:
+            settings = WorkerSettings(**{**self._settings, "worker_id": name, **changes})
+            store = self._make_store(settings.pages_url)
+            service = WorkerService(settings, load_runtime(settings), store, lambda: self.fatal.append(name))
+            service.join()
+            self.workers[name] = service
+        return self.workers[name]
+
+    def stop(self, name: str | None = None) -> None:
+        """Stop one worker, or all."""
+        for worker_id in [name] if name else list(self.workers):
+            self.workers.pop(worker_id).stop()
 
     def run(self, worker: str, turn_id: str) -> TurnView:
         """Run a turn on a worker to its end."""
@@ -132,24 +179,25 @@ class Fleet:
         """Accept and run one turn."""
         return self.run(worker, self.accept(text, **changes))
 
-    def view(self, turn_id: str) -> TurnView:
-        """A turn as its tenant sees it."""
-        view = self.control.run(get_turn(self.tenant, turn_id))
-        assert view is not None
-        return view
-
-    def entry(self, turn_id: str) -> TranscriptEntry:
-        """The committed transcript entry of a turn."""
-        return TranscriptReader(self.control.client, self.tenant).entry(turn_id)
-
-    def token_ids(self, turn_id: str) -> tuple[int, ...]:
-        """Every token id of a committed branch: prompt and output of its last turn."""
-        return fold_token_ids(TranscriptReader(self.control.client, self.tenant).path(turn_id))
-
     def settle(self) -> None:
         """Wait until every worker has parked what it committed."""
         for service in self.workers.values():
             service.bookkeeping.settle()
+
+
+class StackClient(TurnClient):
+    """A client of worker processes: messages go through Celery."""
+
+    def __init__(self, control_url: str, model: str) -> None:
+        super().__init__(control_url, model)
+        self._dispatcher = Dispatcher(control_url)
+
+    def send(self, text: str, **changes: Any) -> str:
+        """Accept a turn and send its message."""
+        outcome = self.accept_outcome(text, **changes)
+        if outcome.dispatch is not None:
+            self._dispatcher.send(outcome.dispatch)
+        return outcome.turn_id
 
 
 def flush(*urls: str) -> None:
@@ -157,5 +205,3 @@ def flush(*urls: str) -> None:
     for url in urls:
         redis.Redis.from_url(url).flushall()
 
-
-__all__ = ["CHATML", "GREEDY", "CacheScope", "Fleet", "flush", "tiny_model"]

@@ -15,7 +15,7 @@ class Reply:
     """Text, ids and event numbers of one turn.
 
     stopped: a stop string was completed. output_ids: every id of the reply so far, held-back text included.
-    next_number: number of the next event; 0 is `started`.
+    next_number: number of the next event; 0 is `started`, or the terminal event of a turn that never started.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
@@ -27,10 +27,16 @@ class Reply:
         self._tail: str | None = None
         self.output_ids: list[int] = []
         self.stopped = False
+        self.next_number = 0
+
+    def started(self, info: dict[str, Any]) -> TurnEvent:
+        """The first event."""
         self.next_number = 1
+        return TurnEvent(0, EventKind.STARTED, info=info)
 
     def replay(self, token_ids: tuple[int, ...]) -> None:
-        """Take over the ids of deltas that are already in the stream."""
+        """Take over a stream that has started, with the ids of its deltas."""
+        self.next_number = 1
         for token_id in token_ids:
             self.push(Token(token_id, None))
 

@@ -45,7 +45,7 @@ from workers.turn_report import TurnReport
 from workers.turns.calls import append_events, claim, commit, finish, release
 from workers.turns.control import TurnControl
 from workers.turns.errors import ControlUnavailable, StaleLease, TurnControlError, TurnEnded
-from workers.turns.events import EventKind, TurnEvent, TurnState
+from workers.turns.events import TurnEvent, TurnState
 from workers.turns.leasing import Claimant
 from workers.turns.outcomes import Dispatch
 from workers.turns.records import ClaimedTurn
@@ -105,6 +105,8 @@ class _Run:
         self._live = live
         self._order = order
         self._reply = Reply(parts.tokenizer, claimed.request.stop)
+        if claimed.started:
+            self._reply.replay(claimed.emitted_ids)
         self._report = TurnReport(time.monotonic())
         self._solo = claimed.solo
         self._sent_number = claimed.next_number
@@ -138,7 +140,6 @@ class _Run:
         turn = self._parts.conversations.freeze(self._claimed)
         self._report.prompt_tokens = len(turn.ids)
         max_tokens = self._max_tokens(turn)
-        self._reply.replay(self._claimed.emitted_ids)
         self._send_started(turn)
         self._pages = self._pages_of(turn)
         reason = "stop" if self._reply.stopped else self._generate(turn, max_tokens)
@@ -163,7 +164,7 @@ class _Run:
     def _send_started(self, turn: FrozenTurn) -> None:
         if not self._claimed.started:
             info = {"prompt_tokens": len(turn.ids)}
-            self._send([TurnEvent(0, EventKind.STARTED, info=info)])
+            self._send([self._reply.started(info)])
 
     def _pages_of(self, turn: FrozenTurn) -> TurnPages:
         request, identity = self._claimed.request, self._parts.identity
