@@ -155,7 +155,9 @@ class Restorer:
         try:
             good = self._receive(pages, token_ids, first, fills, result)
         finally:
-            attached = self._engine.call(lambda: self._publish(running, pages, first, fills[:good], fills[good:], result))
+            attached = self._engine.call(
+                lambda: self._publish(running, pages, first, fills[:good], fills[good:], result)
+            )
         result.store_pages = attached
         result.store_bytes = attached * self._engine.cache.layout.page_bytes
         if attached:
