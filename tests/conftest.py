@@ -1,6 +1,14 @@
 """Fixtures that every test may use."""
 
 from tests.services import _control_process, _pages_process, control_server, pages_server, start_server
-from tests.worker_process import start_worker
+from tests.worker_process import fleet, start_worker
 
-__all__ = ["_control_process", "_pages_process", "control_server", "pages_server", "start_server", "start_worker"]
+__all__ = [
+    "_control_process",
+    "_pages_process",
+    "control_server",
+    "fleet",
+    "pages_server",
+    "start_server",
+    "start_worker",
+]

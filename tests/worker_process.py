@@ -1,4 +1,4 @@
-"""Celery worker processes as children of a test."""
+"""Celery worker processes as children of a test, and what a gateway does towards them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.services import ValkeyServer, _die_with_parent
+from tests.turn_factory import LIMITS, request
+from workers.dispatch import Dispatcher
+from workers.turns import calls
+from workers.turns.control import TurnControl, connect
+from workers.turns.events import TurnState
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,6 +53,47 @@ class CeleryWorker:
     def terminate(self, timeout_s: float = 20) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+
+class Fleet:
+    """What a gateway does: accept, send, ask for the state."""
+
+    def __init__(self, server: ValkeyServer, runs: Path) -> None:
+        self.control = TurnControl(connect(server.url))
+        self.dispatcher = Dispatcher(server.url)
+        self._runs = runs
+
+    def submit(self, turn_id: str, *, send: int = 1, **changes: object) -> None:
+        outcome = self.control.run(calls.accept(request(turn_id, **changes), LIMITS))
+        for _ in range(send if outcome.dispatch else 0):
+            assert outcome.dispatch is not None
+            self.dispatcher.send(outcome.dispatch)
+
+    def state(self, turn_id: str) -> TurnState | None:
+        return self.control.run(calls.get_turn_state("local", turn_id))
+
+    def wait_end(self, *turn_ids: str, timeout_s: float = 20) -> list[TurnState | None]:
+        wait_until(
+            lambda: all((state := self.state(t)) is not None and state.is_terminal for t in turn_ids),
+            timeout_s,
+            lambda: [(t, self.state(t)) for t in turn_ids],
+        )
+        return [self.state(t) for t in turn_ids]
+
+    def runs(self) -> list[str]:
+        return self._runs.read_text().splitlines() if self._runs.exists() else []
+
+    def text(self, turn_id: str) -> str:
+        view = self.control.run(calls.get_turn("local", turn_id))
+        assert view is not None
+        return view.output_text
+
+
+@pytest.fixture
+def fleet(control_server: ValkeyServer, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(control_server, tmp_path / "runs")
+    yield fleet
+    fleet.dispatcher.close()
 
 
 @pytest.fixture

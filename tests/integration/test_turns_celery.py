@@ -3,62 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
+from collections.abc import Callable
 
 from tests.services import ValkeyServer
-from tests.turn_factory import LIMITS, request
-from tests.worker_process import CeleryWorker, wait_until
-from workers.dispatch import Dispatcher
+from tests.worker_process import CeleryWorker, Fleet, wait_until
 from workers.turns import calls
-from workers.turns.control import TurnControl, connect
 from workers.turns.events import TurnState
 from workers.turns.outcomes import Dispatch
 
 StartWorker = Callable[..., CeleryWorker]
-
-
-class Fleet:
-    """What a gateway does: accept, send, ask for the state."""
-
-    def __init__(self, server: ValkeyServer, runs: Path) -> None:
-        self.control = TurnControl(connect(server.url))
-        self.dispatcher = Dispatcher(server.url)
-        self._runs = runs
-
-    def submit(self, turn_id: str, *, send: int = 1, **changes: object) -> None:
-        outcome = self.control.run(calls.accept(request(turn_id, **changes), LIMITS))
-        for _ in range(send if outcome.dispatch else 0):
-            assert outcome.dispatch is not None
-            self.dispatcher.send(outcome.dispatch)
-
-    def state(self, turn_id: str) -> TurnState | None:
-        return self.control.run(calls.get_turn_state("local", turn_id))
-
-    def wait_end(self, *turn_ids: str, timeout_s: float = 20) -> list[TurnState | None]:
-        wait_until(
-            lambda: all((state := self.state(t)) is not None and state.is_terminal for t in turn_ids),
-            timeout_s,
-            lambda: [(t, self.state(t)) for t in turn_ids],
-        )
-        return [self.state(t) for t in turn_ids]
-
-    def runs(self) -> list[str]:
-        return self._runs.read_text().splitlines() if self._runs.exists() else []
-
-    def text(self, turn_id: str) -> str:
-        view = self.control.run(calls.get_turn("local", turn_id))
-        assert view is not None
-        return view.output_text
-
-
-@pytest.fixture
-def fleet(control_server: ValkeyServer, tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(control_server, tmp_path / "runs")
-    yield fleet
-    fleet.dispatcher.close()
 
 
 def test_worker_runs_a_submitted_turn_once(fleet: Fleet, start_worker: StartWorker) -> None:

@@ -248,6 +248,16 @@ def test_sweep_sends_a_runnable_turn_again_with_doubling_delay(control: TurnCont
     assert delays == [10, 20, 40, 60, 60]
 
 
+def test_sweep_sends_a_turn_that_waits_beside_an_idle_slot_after_two_seconds(control: TurnControl) -> None:
+    free(control, "w1", 1)
+    for turn_id in ("a", "b"):
+        accepted(control, turn_id)
+    assert control.run(calls.sweep()) == ()
+    for turn_id in ("a", "b"):
+        control.client.hincrby(f"kvalet:-:turn:{turn_id}", "sent_ms", -2000)
+    assert len(control.run(calls.sweep())) == 1
+
+
 def test_sweep_ends_a_turn_whose_deadline_has_passed(control: TurnControl) -> None:
     accepted(control, "a", deadline=time.time() - 1)
     control.run(calls.sweep())
@@ -270,3 +280,12 @@ def test_cancelled_turn_whose_worker_died_ends_cancelled(control: TurnControl) -
     with pytest.raises(TurnEnded):
         control.run(calls.append_events(turn.lease, [started()]))
     assert control.run(calls.get_turn_state("local", "a")) is TurnState.CANCELLED
+
+
+def test_end_of_a_waiting_turn_does_not_offer_the_running_one_again(control: TurnControl) -> None:
+    control.run(calls.create_conversation("local", "conv"))
+    accepted(control, "a", conversation_id="conv")
+    accepted(control, "b", conversation_id="conv")
+    claimed(control, "a")
+    assert control.run(calls.cancel("local", "b")).dispatches == ()
+    assert control.client.zcard("kvalet:-:queued:tiny:local") == 0

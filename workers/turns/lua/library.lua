@@ -5,14 +5,14 @@
 --   tenant model branch request scope store priority ready_ms created_s deadline_ms worker (forced) conversation
 --   by_id ('1': names its parent)  idempotency  stream_ttl_s retention_s
 --   state  started_ms ended_ms  cancel (state in which the turn should end)  hidden  children (turns that name it)
---   runnable ('1': first of its branch, parent committed)  hot (worker that may hold its cells)  delay_ms (next resend)
+--   runnable ('1': first of its branch, parent committed)  hot (worker that may hold its cells)  delay_ms (next resend)  sent_ms (last message)
 --   epoch nonce lease_worker lease_boot lease_until lease_ms lease_solo claimed_ms  crashes solo_crashes
 --   parent root template_time  frozen prompt_ids  pending (msgpack arrays of messages, one after another)
 --   next (number of the next event)  terminal (packed last entry)  sends (messages that the end or release asked for)
 --   end_epoch end_nonce  release_epoch release_nonce
 local call = redis.call
 
-local RESEND_MS, LONGEST_RESEND_MS, AFFINITY_RESEND_MS = 10000, 60000, 1000
+local RESEND_MS, LONGEST_RESEND_MS, AFFINITY_RESEND_MS, IDLE_RESEND_MS = 10000, 60000, 1000, 2000
 local PRIORITY_MS, DEADLINE_SLACK_MS = 60000, 60000
 local SOLO_AFTER_CRASHES, MAX_SOLO_CRASHES = 2, 3
 local COMMITTED = {completed = true, incomplete = true}
@@ -21,7 +21,7 @@ local OPEN = {queued = true, in_progress = true}
 local META = {
   'tenant', 'model', 'branch', 'scope', 'store', 'priority', 'ready_ms', 'created_s', 'deadline_ms', 'worker',
   'conversation', 'by_id', 'idempotency', 'stream_ttl_s', 'retention_s', 'state', 'started_ms', 'cancel', 'hidden',
-  'children', 'runnable', 'hot', 'delay_ms', 'epoch', 'nonce', 'lease_worker', 'lease_boot', 'lease_until', 'lease_ms',
+  'children', 'runnable', 'hot', 'delay_ms', 'sent_ms', 'epoch', 'nonce', 'lease_worker', 'lease_boot', 'lease_until', 'lease_ms',
   'lease_solo', 'claimed_ms', 'crashes', 'solo_crashes', 'parent', 'root', 'template_time', 'frozen', 'pending', 'next',
   'sends', 'end_epoch', 'end_nonce', 'release_epoch', 'release_nonce',
 }
@@ -91,7 +91,7 @@ end
 
 -- Make a turn claimable and ask for its message.
 local function enqueue(turn, now, sends)
-  set(turn, 'runnable', '1', 'delay_ms', RESEND_MS)
+  set(turn, 'runnable', '1', 'delay_ms', RESEND_MS, 'sent_ms', int(now))
   call('ZADD', queue_key(turn), rank(turn), turn.id)
   local worker = route(turn)
   local wait = RESEND_MS

@@ -1,5 +1,5 @@
 -- What no message, worker or client can lose. ARGV: most messages to return
--- Keys: leased, deadlines, due, turn, queues. Returns messages to send
+-- Keys: leased, deadlines, due, turn, queues, workers, worker. Returns messages to send
 local now, limit, sends = now_ms(), tonumber(ARGV[1]), {}
 lose_expired_leases(now, limit, sends)
 for _, id in ipairs(call('ZRANGEBYSCORE', K.deadlines, '-inf', now, 'LIMIT', 0, limit)) do
@@ -7,16 +7,37 @@ for _, id in ipairs(call('ZRANGEBYSCORE', K.deadlines, '-inf', now, 'LIMIT', 0, 
   call('ZREM', K.deadlines, id)
   if turn and OPEN[turn.state] then stop(turn, now, 'expired', sends) end
 end
-for _, id in ipairs(call('ZRANGEBYSCORE', K.due, '-inf', now, 'LIMIT', 0, limit)) do
+
+local idle_slots = {}
+for _, worker in ipairs(call('SMEMBERS', K.workers)) do
+  local seen = call('HMGET', K.worker .. worker, 'model', 'free', 'draining')
+  if seen[1] and seen[3] ~= '1' then
+    local free = math.max(0, tonumber(seen[2]))
+    idle_slots['model ' .. seen[1]] = (idle_slots['model ' .. seen[1]] or 0) + free
+    idle_slots['worker ' .. worker] = free
+  end
+end
+
+-- A turn that waits beside an idle slot has lost its message, with a process that took and acknowledged it.
+local function is_overlooked(turn)
+  local where = turn.worker ~= '' and 'worker ' .. turn.worker or 'model ' .. turn.model
+  if (idle_slots[where] or 0) <= 0 or now - tonumber(turn.sent_ms) < IDLE_RESEND_MS then return false end
+  idle_slots[where] = idle_slots[where] - 1
+  return true
+end
+
+local due = call('ZRANGE', K.due, 0, limit - 1, 'WITHSCORES')
+for i = 1, #due, 2 do
+  local id, is_due = due[i], tonumber(due[i + 1]) <= now
   local turn = load(id)
-  if turn and OPEN[turn.state] and turn.nonce == '' then
+  if not turn or not OPEN[turn.state] or turn.nonce ~= '' then
+    call('ZREM', K.due, id)
+  elseif is_due or is_overlooked(turn) then
     -- Only the first message goes to the hottest worker; a repeat goes to whoever is there.
     sends[#sends + 1] = {id, turn.model, turn.worker}
     local delay = tonumber(turn.delay_ms)
     call('ZADD', K.due, now + delay, id)
-    set(turn, 'delay_ms', math.min(2 * delay, LONGEST_RESEND_MS))
-  else
-    call('ZREM', K.due, id)
+    set(turn, 'delay_ms', is_due and math.min(2 * delay, LONGEST_RESEND_MS) or delay, 'sent_ms', int(now))
   end
 end
 return sends
