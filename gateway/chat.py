@@ -32,7 +32,7 @@ async def create_chat_completion(request: Request) -> Response:
     turn_ids, created_at = await admit_chat(gateway, principal, chat, key)
     reply = ChatReply(turn_ids, chat.body.model, int(created_at), chat.logprobs is not None, chat.include_usage)
     folder = ChatFolder(reply, resume)
-    abandon = leave_running() if key else cancel_all(gateway, principal.tenant, turn_ids)
+    abandon = leave_running if key else cancel_all(gateway, principal.tenant, turn_ids)
     delivery = Delivery(gateway, principal.tenant, turn_ids, chat.body.model, folder, abandon)
     if chat.stream:
         return await delivery.stream(request)

@@ -6,10 +6,9 @@ when the client leaves (`abandon`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from starlette.requests import Request
@@ -57,7 +56,7 @@ class Delivery:
         turn_ids: Sequence[str],
         model: str,
         folder: Folder,
-        abandon: Callable[[], Awaitable[None]],
+        abandon: Callable[[], None],
     ) -> None:
         self._gateway = gateway
         self._model = model
@@ -76,10 +75,10 @@ class Delivery:
             try:
                 await while_connected(request, self._fold_all())
             except ClientGone:
-                await self._abandon()
+                self._abandon()
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             except ApiError:
-                await self._abandon()
+                self._abandon()
                 raise
             finally:
                 await self._feed.close()
@@ -98,7 +97,7 @@ class Delivery:
             await self._feed.close()
             if not isinstance(error, ClientGone):
                 raise
-            await self._abandon()
+            self._abandon()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return EventStream(self._chunks(frames), self._abandon)
 
@@ -108,9 +107,9 @@ class Delivery:
             arrival = await self._feed.next(_TICK_S)
             if arrival is not None:
                 self._fold(arrival)
-                continue
-            self._gateway.fleet.check_served(self._model, self._has_started)
-            if time.monotonic() > give_up_at:
+            else:
+                self._gateway.fleet.check_served(self._model, self._has_started)
+            if not self._folder.is_done and time.monotonic() > give_up_at:
                 raise TimedOut(
                     f"no reply within {self._gateway.settings.request_timeout_s:g} s; use a stream or 'background'",
                     code="timeout",
@@ -131,12 +130,12 @@ class Delivery:
             except ApiError as error:
                 for chunk in self._folder.fault(error):
                     yield chunk
-                await self._abandon()
+                self._abandon()
             except Exception:
                 logger.exception("a stream ended by a fault of the gateway")
                 for chunk in self._folder.fault(ApiError("internal error", code="server_error")):
                     yield chunk
-                await self._abandon()
+                self._abandon()
             finally:
                 await self._feed.close()
 
@@ -154,28 +153,16 @@ class Delivery:
             heartbeat_at = time.monotonic() + self._gateway.settings.heartbeat_s
 
 
-def leave_running() -> Callable[[], Awaitable[None]]:
+def leave_running() -> None:
     """For turns that go on without their client: stored responses, background, idempotent requests."""
 
-    async def abandon() -> None:
-        return None
 
-    return abandon
+def cancel_all(gateway: Gateway, tenant: str, turn_ids: Sequence[str]) -> Callable[[], None]:
+    """For turns that nobody can ask for any more: cancel them, without keeping the answer waiting for that."""
 
-
-def cancel_all(gateway: Gateway, tenant: str, turn_ids: Sequence[str]) -> Callable[[], Awaitable[None]]:
-    """For turns that nobody can ask for any more: cancel them. Best effort, bounded in time."""
-
-    async def abandon() -> None:
+    def abandon() -> None:
         gateway.metrics.abandoned.inc(len(turn_ids))
-        cancels = [gateway.turns.cancel(tenant, turn_id) for turn_id in turn_ids]
-        try:
-            results = await asyncio.wait_for(
-                asyncio.gather(*cancels, return_exceptions=True), gateway.settings.control_timeout_s
-            )
-        except TimeoutError:
-            results = [TimeoutError()]
-        if any(isinstance(result, BaseException) for result in results):
-            logger.warning("could not cancel %s after its client left; the reply will be thrown away", turn_ids[0])
+        for turn_id in turn_ids:
+            gateway.turns.cancel_soon(tenant, turn_id)
 
     return abandon

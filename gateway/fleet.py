@@ -56,6 +56,7 @@ class FleetMonitor:
         self._seen_at = time.monotonic()
         self._beat_at: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
+        metrics.event_subscriptions.set_function(lambda: turns.num_followed)
         self._probe_key = hub_key(f"probe-{secrets.token_hex(8)}")
 
     async def open(self) -> None:

@@ -42,6 +42,9 @@ class GatewayMetrics:
         self.control_up = Gauge(
             "kvalet_control_up", "Whether control answered and took a write at the last poll", registry=self.registry
         )
+        self.event_subscriptions = Gauge(
+            "kvalet_event_subscriptions", "Turns whose events this process follows", registry=self.registry
+        )
         self._demand = Gauge(
             "kvalet_demand", "Open turns of all models: waiting, queued and in progress", registry=self.registry
         )

@@ -54,7 +54,7 @@ async def create_response(request: Request) -> Response:
     if asked.background and not asked.stream:
         return JSONResponse(response_object(turn), status_code=202)
     keep = asked.store or key is not None
-    abandon = leave_running() if keep else cancel_all(gateway, principal.tenant, [turn_id])
+    abandon = leave_running if keep else cancel_all(gateway, principal.tenant, [turn_id])
     folder = ResponseFolder(turn, after)
     delivery = Delivery(gateway, principal.tenant, [turn_id], turn.model, folder, abandon)
     if asked.stream:
@@ -75,7 +75,7 @@ async def get_response(request: Request) -> Response:
     if after is None:
         after = _last_event_id(request)
     folder = ResponseFolder(turn, after, may_refuse=False)
-    delivery = Delivery(gateway, principal.tenant, [turn.turn_id], turn.model, folder, leave_running())
+    delivery = Delivery(gateway, principal.tenant, [turn.turn_id], turn.model, folder, leave_running)
     return await delivery.stream(request)
 
 

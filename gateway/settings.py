@@ -36,6 +36,8 @@ class GatewaySettings(BaseSettings):
     max_choices: int = Field(default=8, ge=1, le=64)
     max_queued: int = Field(default=256, ge=1)
     max_queued_per_tenant: int = Field(default=256, ge=1)
+    stream_ttl_s: int = Field(default=15 * 60, ge=1)
+    retention_s: int = Field(default=30 * 24 * 3600, ge=60)
     max_streams: int = Field(default=1024, ge=1)
     first_event_s: float = Field(default=10.0, gt=0)
     heartbeat_s: float = Field(default=5.0, gt=0)

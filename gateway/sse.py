@@ -45,7 +45,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], on_gone: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], on_gone: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -60,9 +60,9 @@ class EventStream(Response):
             if pump.done():
                 pump.result()
                 return
-            await self._on_gone()
+            self._on_gone()
         except OSError:
-            await self._on_gone()
+            self._on_gone()
         finally:
             await _end(pump, watch)
 

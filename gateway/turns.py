@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -61,21 +61,24 @@ class TurnService:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._limits = AcceptLimits(
-            max_open_per_model=settings.max_queued, max_open_per_tenant=settings.max_queued_per_tenant
+            max_open_per_model=settings.max_queued,
+            max_open_per_tenant=settings.max_queued_per_tenant,
+            stream_ttl_s=settings.stream_ttl_s,
+            retention_s=settings.retention_s,
         )
         self._client = connect_async(settings.control_url, timeout_s=settings.control_timeout_s)
         self._control = AsyncTurnControl(self._client, Patience(outage_s=settings.control_timeout_s))
         self._hub = AsyncEventHub(settings.control_url)
         self._dispatcher = Dispatcher(settings.control_url)
-        self._sends: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Start the event reader. Returns even when control is out of reach; readiness tells."""
         await self._hub.__aenter__()
 
     async def close(self) -> None:
-        """Finish pending sends, end the reader, close connections."""
-        await asyncio.gather(*self._sends, return_exceptions=True)
+        """Finish pending sends and cancels, end the reader, close connections."""
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self._hub.__aexit__(None, None, None)
         await self._client.aclose()
         await asyncio.to_thread(self._dispatcher.close)
@@ -84,6 +87,11 @@ class TurnService:
     def control(self) -> AsyncTurnControl:
         """The control client, for other readers of this process."""
         return self._control
+
+    @property
+    def num_followed(self) -> int:
+        """Turns whose events are read now."""
+        return self._hub.num_subscriptions
 
     async def submit(self, request: TurnRequest, idempotency: Idempotency | None) -> Submitted:
         """Accept a turn once and send its message; the sweeper covers a message that is lost.
@@ -114,6 +122,10 @@ class TurnService:
         outcome = await self.run(calls.cancel(tenant, turn_id))
         for dispatch in outcome.dispatches:
             self._send(dispatch)
+
+    def cancel_soon(self, tenant: str, turn_id: str) -> None:
+        """Cancel in the background, best effort: of a turn that nobody waits for any more."""
+        self._spawn(self._cancel_quietly(tenant, turn_id))
 
     async def hide(self, tenant: str, turn_id: str) -> bool:
         """Delete a turn as far as the tenant sees, ending it when it is open; False when there is none."""
@@ -146,7 +158,15 @@ class TurnService:
         self, tenant: str, conversation_id: str, metadata: dict[str, str], messages: Sequence[dict[str, Any]]
     ) -> None:
         """Write a new conversation. messages: what its first turn takes up."""
-        await self.run(calls.create_conversation(tenant, conversation_id, metadata=metadata, messages=messages))
+        await self.run(
+            calls.create_conversation(
+                tenant,
+                conversation_id,
+                metadata=metadata,
+                messages=messages,
+                retention_s=self._settings.retention_s,
+            )
+        )
 
     async def conversation(self, tenant: str, conversation_id: str) -> ConversationView | None:
         """The conversation, None for an unknown, deleted or foreign id."""
@@ -194,9 +214,18 @@ class TurnService:
             raise NotFound("the event stream of this response has expired", code="stream_expired")
 
     def _send(self, dispatch: Dispatch) -> None:
-        task = asyncio.create_task(self._send_in_thread(dispatch))
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
+        self._spawn(self._send_in_thread(dispatch))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _cancel_quietly(self, tenant: str, turn_id: str) -> None:
+        try:
+            await self.cancel(tenant, turn_id)
+        except ApiError as error:
+            logger.warning("turn %s was not cancelled after its client left: %s", turn_id, error)
 
     async def _send_in_thread(self, dispatch: Dispatch) -> None:
         try:

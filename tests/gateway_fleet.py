@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Script:
 def echo(request: TurnRequest) -> Script:
     """Say the last message back, word by word."""
     words = str(request.messages[-1]["content"]).split(" ")
-    pieces = tuple(word + " " for word in words[:-1]) + (words[-1],)
+    pieces = (*(word + " " for word in words[:-1]), words[-1])
     if request.max_tokens is not None and len(pieces) > request.max_tokens:
         return Script(pieces[: request.max_tokens], finish_reason="length")
     return Script(pieces, logprobs=request.sampling["logprobs"] is not None)
@@ -118,10 +118,9 @@ class FakeWorker:
         control = self._control()
         while self._alive.is_set():
             if self._beating.wait(0.2):
-                try:
+                with suppress(TurnControlError):
                     self._beat(control)
-                except TurnControlError:
-                    pass
+                    control.run(calls.sweep())
                 time.sleep(0.3)
 
     def _work(self) -> None:
@@ -278,3 +277,36 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+def chat_body(text: str = "a b c d e", **fields: Any) -> dict[str, Any]:
+    """A chat completion's body."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+@dataclass(frozen=True, slots=True)
+class SseFrame:
+    """One event as a client reads it."""
+
+    event: str | None
+    frame_id: str | None
+    data: str
+
+    @property
+    def json(self) -> Any:
+        """The data, parsed."""
+        return json.loads(self.data)
+
+
+def frames_of(text: str, lines: Callable[[str], list[str]] = str.splitlines) -> list[SseFrame]:
+    """Events of a whole event stream; comments are skipped."""
+    frames: list[SseFrame] = []
+    fields: dict[str, str] = {}
+    for line in lines(text):
+        if line:
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif "data" in fields:
+            frames.append(SseFrame(fields.get("event"), fields.get("id"), fields["data"]))
+            fields = {}
+    return frames

@@ -1,0 +1,271 @@
+"""The HTTP edge on a real Valkey: error shapes, tenants, idempotency, resuming, admission, metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.auth import hash_key
+from tests.gateway_fleet import MODEL, FakeWorker, Script, chat_body, frames_of, gateway, stack, wait_until
+from tests.services import ValkeyServer
+
+
+@pytest.fixture
+def worker(control_server: ValkeyServer) -> FakeWorker:
+    return FakeWorker(control_server)
+
+
+@pytest.fixture
+def client(control_server: ValkeyServer, worker: FakeWorker) -> Iterator[httpx.Client]:
+    with stack(control_server, worker) as url, httpx.Client(base_url=url, timeout=20) as http:
+        yield http
+
+
+@pytest.fixture
+def tenants(control_server: ValkeyServer, worker: FakeWorker, tmp_path: Path) -> Iterator[dict[str, httpx.Client]]:
+    keys = {"acme": "sk-a", "beta": "sk-b", "ops": "sk-o"}
+    lines = [f"{hash_key(key)} {tenant} {'main admin' if tenant == 'ops' else ''}" for tenant, key in keys.items()]
+    (tmp_path / "keys").write_text("\n".join(lines))
+    with stack(control_server, worker, keys_file=tmp_path / "keys") as url:
+        clients = {
+            tenant: httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=20)
+            for tenant, key in keys.items()
+        }
+        yield {**clients, "nobody": httpx.Client(base_url=url, timeout=20)}
+        for http in clients.values():
+            http.close()
+
+
+def response_body(text: str = "a b c", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": text, **fields}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/completions", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/files", 404),
+        ("GET", "/nonsense", 404),
+        ("GET", "/v1/chat/completions", 404),
+        ("PUT", "/health", 405),
+        ("GET", "/v1/models/nonsense", 404),
+    ],
+)
+def test_http_unserved_endpoint_is_refused_in_openais_shape(
+    client: httpx.Client, method: str, path: str, status: int
+) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_http_without_key_is_401(tenants: dict[str, httpx.Client]) -> None:
+    answer = tenants["nobody"].post("/v1/responses", json=response_body())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_http_foreign_ids_are_not_found(tenants: dict[str, httpx.Client]) -> None:
+    acme, beta = tenants["acme"], tenants["beta"]
+    turn = acme.post("/v1/responses", json=response_body()).json()["id"]
+    conversation = acme.post("/v1/conversations", json={}).json()["id"]
+    answers = [
+        beta.get(f"/v1/responses/{turn}"),
+        beta.get(f"/v1/responses/{turn}?stream=true"),
+        beta.post(f"/v1/responses/{turn}/cancel"),
+        beta.delete(f"/v1/responses/{turn}"),
+        beta.get(f"/v1/responses/{turn}/input_items"),
+        beta.post("/v1/responses", json=response_body(previous_response_id=turn)),
+        beta.get(f"/v1/conversations/{conversation}"),
+        beta.post(f"/v1/conversations/{conversation}", json={"metadata": {}}),
+        beta.get(f"/v1/conversations/{conversation}/items"),
+        beta.post(f"/v1/conversations/{conversation}/items", json={"items": [{"role": "user", "content": "x"}]}),
+        beta.delete(f"/v1/conversations/{conversation}"),
+        beta.post("/v1/responses", json=response_body(conversation=conversation)),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * len(answers)
+    assert acme.get(f"/v1/responses/{turn}").status_code == 200
+
+
+def test_http_worker_is_forced_by_admin_keys_only(tenants: dict[str, httpx.Client]) -> None:
+    body = response_body(kvalet={"worker": "w1"})
+    assert tenants["acme"].post("/v1/responses", json=body).json()["error"]["param"] == "kvalet.worker"
+    assert tenants["ops"].post("/v1/responses", json=body).json()["kvalet"]["worker_id"] == "w1"
+
+
+def test_http_workers_are_listed_for_admin_keys_only(tenants: dict[str, httpx.Client]) -> None:
+    assert tenants["acme"].get("/v1/workers").status_code == 403
+    assert [w["id"] for w in tenants["ops"].get("/v1/workers").json()["data"]] == ["w1"]
+
+
+def test_http_same_idempotency_key_is_one_turn(client: httpx.Client, worker: FakeWorker) -> None:
+    def post(_: int) -> httpx.Response:
+        return client.post("/v1/responses", json=response_body(), headers={"Idempotency-Key": "k1"})
+
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(post, range(10)))
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert len(worker.seen) == 1
+
+
+def test_http_idempotency_key_with_another_body_is_a_conflict(client: httpx.Client) -> None:
+    for body, status in ((response_body("a"), 200), (response_body("b"), 409)):
+        answer = client.post("/v1/responses", json=body, headers={"Idempotency-Key": "k1"})
+        assert answer.status_code == status
+
+
+def test_http_idempotent_chat_with_choices_is_one_turn_each(client: httpx.Client, worker: FakeWorker) -> None:
+    answers = [
+        client.post("/v1/chat/completions", json=chat_body(n=2), headers={"Idempotency-Key": "k1"}).json()
+        for _ in range(2)
+    ]
+    assert (answers[0]["id"], answers[0]["created"]) == (answers[1]["id"], answers[1]["created"])
+    assert len(worker.seen) == 2
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256])
+def test_http_unusable_idempotency_key_is_refused(client: httpx.Client, key: str) -> None:
+    answer = client.post("/v1/responses", json=response_body(), headers={"Idempotency-Key": key})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
+
+
+def test_http_chat_stream_resumes_on_another_gateway(
+    client: httpx.Client, control_server: ValkeyServer, worker: FakeWorker
+) -> None:
+    body, headers = chat_body(stream=True), {"Idempotency-Key": "k1"}
+    whole = frames_of(client.post("/v1/chat/completions", json=body, headers=headers).text)
+    with gateway(control_server) as other:
+        for seen in (0, 2, len(whole) - 2):
+            last_id = {"Last-Event-ID": whole[seen].frame_id or ""}
+            resumed = httpx.post(f"{other}/v1/chat/completions", json=body, headers={**headers, **last_id})
+            assert [f.data for f in frames_of(resumed.text)] == [f.data for f in whole[seen + 1 :]]
+    assert len(worker.seen) == 1
+
+
+def test_http_response_stream_resumes_by_header_on_another_gateway(
+    client: httpx.Client, control_server: ValkeyServer
+) -> None:
+    whole = frames_of(client.post("/v1/responses", json=response_body(stream=True)).text)
+    turn = whole[0].json["response"]["id"]
+    with gateway(control_server) as other:
+        resumed = httpx.get(f"{other}/v1/responses/{turn}?stream=true", headers={"Last-Event-ID": "4"})
+    assert [f.frame_id for f in frames_of(resumed.text)] == [f.frame_id for f in whole[5:]]
+
+
+def test_http_response_stream_resumes_while_it_is_written(client: httpx.Client, worker: FakeWorker) -> None:
+    worker.script = lambda _: Script(tuple(f"{n} " for n in range(20)), pause_s=0.02)
+    turn = client.post("/v1/responses", json=response_body(background=True)).json()["id"]
+    frames = frames_of(client.get(f"/v1/responses/{turn}?stream=true&starting_after=5").text)
+    assert [f.json["sequence_number"] for f in frames] == list(range(6, 28))
+    assert frames[-1].event == "response.completed"
+
+
+@pytest.mark.parametrize("query", ["stream=maybe", "stream=true&starting_after=x", "stream=true&starting_after=-1"])
+def test_http_malformed_query_is_refused(client: httpx.Client, query: str) -> None:
+    turn = client.post("/v1/responses", json=response_body()).json()["id"]
+    assert client.get(f"/v1/responses/{turn}?{query}").status_code == 400
+
+
+def test_http_background_is_accepted_with_202_and_an_object(client: httpx.Client) -> None:
+    answer = client.post("/v1/responses", json=response_body(background=True))
+    assert (answer.status_code, answer.json()["object"], answer.json()["background"]) == (202, "response", True)
+
+
+def test_http_failed_turn_is_an_error_before_the_stream_opens(client: httpx.Client, worker: FakeWorker) -> None:
+    worker.script = lambda _: Script((), error="context_length_exceeded")
+    for stream in (False, True):
+        answer = client.post("/v1/chat/completions", json=chat_body(stream=stream))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_http_failed_response_can_be_read(client: httpx.Client, worker: FakeWorker) -> None:
+    worker.script = lambda _: Script(("x ",), error="engine_error")
+    turn = client.post("/v1/responses", json=response_body(background=True)).json()["id"]
+    wait_until(lambda: client.get(f"/v1/responses/{turn}").json()["status"] == "failed")
+    assert client.get(f"/v1/responses/{turn}").json()["error"] == {"code": "engine_error", "message": "it went wrong"}
+
+
+def test_http_turn_waits_for_its_open_parent(client: httpx.Client, worker: FakeWorker) -> None:
+    worker.script = lambda _: Script(("x ",) * 5, pause_s=0.05)
+    first = client.post("/v1/responses", json=response_body(background=True)).json()["id"]
+    second = client.post("/v1/responses", json=response_body("b", previous_response_id=first))
+    assert second.json()["status"] == "completed"
+    assert [request.turn_id for request in worker.seen] == [first, second.json()["id"]]
+
+
+def test_http_deadline_passed_ends_the_turn_expired(client: httpx.Client, worker: FakeWorker) -> None:
+    worker.script = lambda _: Script(("x ",) * 1000, pause_s=0.02)
+    answer = client.post("/v1/responses", json=response_body(kvalet={"deadline_s": 0.3}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+def test_http_slow_first_event_opens_the_stream_with_a_heartbeat(
+    control_server: ValkeyServer, worker: FakeWorker
+) -> None:
+    release = threading.Event()
+
+    def late(_: Any) -> Script:
+        release.wait(10)
+        return Script(("x",))
+
+    worker.script = late
+    with (
+        stack(control_server, worker, first_event_s=0.2, heartbeat_s=0.2) as url,
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=chat_body(stream=True), timeout=20) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert (answer.status_code, next(lines)) == (200, ": keep-alive")
+        release.set()
+        assert [line for line in lines if line.startswith("data")][-1] == "data: [DONE]"
+
+
+def test_http_whole_reply_beyond_the_time_limit_is_504_and_cancelled(
+    control_server: ValkeyServer, worker: FakeWorker
+) -> None:
+    worker.script = lambda _: Script(("x ",) * 1000, pause_s=0.05)
+    with stack(control_server, worker, request_timeout_s=0.5) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        wait_until(lambda: bool(worker.cancelled))
+
+
+def test_http_requests_beyond_the_process_limit_are_429(control_server: ValkeyServer, worker: FakeWorker) -> None:
+    worker.script = lambda _: Script(("x ",) * 100, pause_s=0.05)
+    with (
+        stack(control_server, worker, max_streams=1) as url,
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=chat_body(stream=True)) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines) == "id: 1"
+        refused = httpx.post(f"{url}/v1/chat/completions", json=chat_body())
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+
+
+def test_http_metrics_show_demand_slots_and_requests(client: httpx.Client) -> None:
+    client.post("/v1/responses", json=response_body())
+    wait_until(lambda: f'kvalet_model_slots{{model="{MODEL}"}} 4.0' in client.get("/metrics").text)
+    text = client.get("/metrics").text
+    assert "kvalet_demand 0.0" in text
+    assert 'kvalet_http_requests_total{method="POST",route="/v1/responses",status="200"} 1.0' in text
+    assert 'kvalet_worker_heartbeat_age_seconds{model="tiny",worker="w1"}' in text
+
+
+def test_http_instructions_lead_their_own_turn(client: httpx.Client, worker: FakeWorker) -> None:
+    client.post("/v1/responses", json=response_body(instructions="be brief"))
+    assert worker.seen[-1].messages[0] == {"role": "system", "content": "be brief", "instructions": True}
+
+
+def test_http_add_items_to_conversation_are_listed_and_taken_up(client: httpx.Client, worker: FakeWorker) -> None:
+    conversation = client.post("/v1/conversations").json()["id"]
+    items = [{"type": "message", "role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    added = client.post(f"/v1/conversations/{conversation}/items", json={"items": items}).json()["data"]
+    shown = client.get(f"/v1/conversations/{conversation}/items/{added[0]['id']}").json()
+    assert (shown, len(added)) == (added[0], 2)
+    client.post("/v1/responses", json=response_body("z", conversation={"id": conversation}))
+    assert [m["content"] for m in worker.seen[-1].messages] == ["x", "y", "z"]
