@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from gpu.errors import UnsupportedModel
+from gpu.errors import ModelFileError, UnsupportedModel
 from gpu.model.config import RopeScaling, RopeScalingKind
 from gpu.model.digest import compute_weights_digest, weights_digest
 from gpu.model.load import open_source
@@ -165,3 +165,10 @@ def test_digest_without_a_writable_cache_is_computed(tmp_path: Path) -> None:
     source = open_source(write_safetensors(tmp_path / "m", CONFIG, TENSORS))
     (tmp_path / "file").write_text("")
     assert weights_digest(source, tmp_path / "file") == compute_weights_digest(source)
+
+
+@pytest.mark.parametrize(("key", "field"), [("block_count", "num_layers"), ("context_length", "context_length")])
+def test_number_that_would_take_all_memory_is_refused(tmp_path: Path, key: str, field: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, metadata={f"llama.{key}": 2**32 - 1})
+    with pytest.raises(ModelFileError, match=f"{field}=4294967295"):
+        open_source(path)

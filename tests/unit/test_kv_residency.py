@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu.cache import HoldKind, Sequence
-from gpu.errors import CapacityError, MirrorDivergence
+from gpu.errors import CapacityError, MirrorDivergence, UnprovenAppend
 from gpu.plan import StepPlan
 from tests.kv_lab import Lab, chain, make_lab
 
@@ -94,6 +94,15 @@ def test_kv_residency_without_slots_for_open_pages_raises_capacity_error_and_tak
     with pytest.raises(CapacityError, match="device slots: 2 needed, 1 free"):
         lab.cache.reserve(lab.cache.open(), 32)
     assert lab.cache.stats().held[HoldKind.SEQUENCE] == 2
+
+
+def test_kv_residency_open_page_without_device_copy_is_never_read_from_the_mirror() -> None:
+    lab = make_lab()
+    sequence = lab.cache.open()
+    lab.step(sequence, TOKENS[:5])
+    lab.cache.memory.residency._vacate(sequence.pages[0].index)
+    with pytest.raises(UnprovenAppend):
+        lab.step(sequence, [1])
 
 
 @pytest.mark.parametrize("num_cells", [16, 20])
