@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_kernels_rows_beyond_one_segment_repeat_their_bits_when_split(kv_format:
     whole, pieces, beside = lab.cache.open(), lab.cache.open(), lab.cache.open()
     (expected,) = lab.step((whole, tokens))
     got, cuts = [], [0, 255, 257, 258, 500, 503, 511, 512, 513, 598, 599, 600]
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in pairwise(cuts):
         got.append(lab.step((pieces, tokens[first:end]), (beside, [1]))[0])
     equal_cells = lab.cell_bytes(pieces) == lab.cell_bytes(whole)
     for sequence in (whole, pieces, beside):
