@@ -37,7 +37,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.abandoned = Counter(
-            "kvalet_turns_abandoned_total", "Turns cancelled because their client left", registry=self.registry
+            "kvalet_turns_abandoned_total", "Turns cancelled since nobody could get their reply", registry=self.registry
         )
         self.control_up = Gauge(
             "kvalet_control_up", "Whether control answered and took a write at the last poll", registry=self.registry
