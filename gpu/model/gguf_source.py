@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gpu.errors import ModelFileError, TensorMissing, UnsupportedModel
 from gpu.model.config import ModelConfig, RopePairing, RopeScaling, RopeScalingKind
 from gpu.model.gguf_file import GgufFile
-from gpu.model.quantized_groups import Groups, has_groups, read_groups
+from gpu.model.quantized_groups import has_groups, read_groups
 from gpu.model.rope_factors import rope_scaling_from_factors
 from gpu.model.tensor_names import EMBEDDING, HEAD
 from gpu.model.tensors import WeightMatrix, WeightStorage
@@ -55,15 +55,14 @@ class GgufSource:
         if (tensor := self.file.tensors.get(name)) is None:
             raise TensorMissing(name)
         order = self._row_order(name)
-        if storage in (None, WeightStorage.Q8) and has_groups(tensor.type):
+        asked = storage if storage is not None and storage.is_dense else None
+        if asked is None and has_groups(tensor.type):
             groups = read_groups(self.file.raw(name), tensor.type)
-            return WeightMatrix.from_groups(*(groups if order is None else Groups(*(part[order] for part in groups))))
+            return WeightMatrix.from_groups(*(groups if order is None else groups.with_rows(order)))
         values = self.file.tensor_f32(name)
         exact = tensor.type in (QuantType.F32, QuantType.F16, QuantType.F64)
         dense = WeightStorage.F32 if exact else WeightStorage.BF16
-        return WeightMatrix.from_f32(
-            values if order is None else values[order], dense if storage in (None, WeightStorage.Q8) else storage
-        )
+        return WeightMatrix.from_f32(values if order is None else values[order], asked or dense)
 
     def tensor_chunks(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         """(name, type, shape, bytes) of every tensor, by name."""
@@ -85,6 +84,8 @@ def _read_config(file: GgufFile) -> ModelConfig:
     architecture = file.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModel("architecture", architecture, ", ".join(_ARCHITECTURES))
+    if (num_parts := file.metadata.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModel("split.count", num_parts, "files that hold the whole model")
     numbers = _Numbers(file.metadata, architecture)
     if (embedding := file.tensors.get(EMBEDDING)) is None:
         raise TensorMissing(EMBEDDING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from gpu.model.tensor_names import EMBEDDING, FINAL_NORM, HEAD, layer_name, requ
 from gpu.model.tensors import LayerWeights, ModelWeights, WeightMatrix, WeightStorage
 
 Floats = NDArray[np.float32]
+
+MAX_LAYERS: Final = 1024
+MAX_CONTEXT: Final = 1 << 24
 
 
 class ModelSource(Protocol):
@@ -53,6 +56,9 @@ def open_source(path: Path) -> ModelSource:
     Raises ModelFileError (FileTruncated, TensorMissing, UnsupportedModel among them). Reads headers only.
     """
     source = _open(path)
+    for field, limit in (("num_layers", MAX_LAYERS), ("context_length", MAX_CONTEXT)):
+        if (value := getattr(source.config, field)) > limit:
+            raise ModelFileError(field, value, f"at most {limit}")
     for name, shape in required_tensors(source.config).items():
         found = source.shape(name)
         if found is None:

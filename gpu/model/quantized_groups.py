@@ -26,6 +26,10 @@ class Groups(NamedTuple):
     scales: Floats
     minimums: Floats
 
+    def with_rows(self, order: NDArray[np.intp]) -> Groups:
+        """The rows in another order."""
+        return Groups(self.codes[order], self.scales[order], self.minimums[order])
+
 
 def has_groups(tensor_type: QuantType) -> bool:
     """Whether `read_groups` knows the type."""

@@ -65,8 +65,8 @@ class SafetensorsSource:
         owner = self._owner(name)
         stored = safetensors_name(name)
         exact = WeightStorage.BF16 if owner.tensors[stored].dtype == "BF16" else WeightStorage.F32
-        dense = exact if storage in (None, WeightStorage.Q8) else storage
-        return WeightMatrix.from_f32(owner.tensor_f32(stored), dense)
+        asked = storage if storage is not None and storage.is_dense else None
+        return WeightMatrix.from_f32(owner.tensor_f32(stored), asked or exact)
 
     def tensor_chunks(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         """(name, type, shape, bytes) of every tensor, by file, then by name."""

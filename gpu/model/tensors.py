@@ -38,6 +38,11 @@ class WeightStorage(StrEnum):
     Q8 = "q8"
     Q4 = "q4"
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether values are stored themselves, without codes and scales."""
+        return self in (WeightStorage.F32, WeightStorage.BF16)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightMatrix:

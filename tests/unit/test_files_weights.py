@@ -55,7 +55,7 @@ def test_groups_exist_for_the_usual_small_types() -> None:
         (GGMLQuantizationType.F16, WeightStorage.F32),
         (GGMLQuantizationType.BF16, WeightStorage.BF16),
         (GGMLQuantizationType.Q8_0, WeightStorage.Q8),
-        (GGMLQuantizationType.Q4_0, WeightStorage.Q8),
+        (GGMLQuantizationType.Q4_0, WeightStorage.Q4),
     ],
 )
 def test_default_storage_keeps_the_files_values_exactly(
@@ -171,4 +171,10 @@ def test_digest_without_a_writable_cache_is_computed(tmp_path: Path) -> None:
 def test_number_that_would_take_all_memory_is_refused(tmp_path: Path, key: str, field: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, metadata={f"llama.{key}": 2**32 - 1})
     with pytest.raises(ModelFileError, match=f"{field}=4294967295"):
+        open_source(path)
+
+
+def test_part_of_a_split_model_is_refused_as_such(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, metadata={"split.count": 3})
+    with pytest.raises(UnsupportedModel, match=r"split\.count=3"):
         open_source(path)
