@@ -21,7 +21,7 @@ class ReadAhead:
         self._requests = requests
         self._is_quarantined = is_quarantined
         self._changed = threading.Condition()
-        self._outcomes: list[FetchOutcome | None] = [None] * len(requests)
+        self._outcomes: list[FetchOutcome | Exception | None] = [None] * len(requests)
         self._next = 0
         self._stopped = False
         self._in_use: set[WireConnection] = set()
@@ -42,7 +42,7 @@ class ReadAhead:
 
     def _work(self) -> None:
         while (index := self._take()) is not None:
-            outcome = self._read(self._requests[index])
+            outcome = self._read_or_error(self._requests[index])
             with self._changed:
                 self._outcomes[index] = outcome
                 self._changed.notify_all()
@@ -53,6 +53,13 @@ class ReadAhead:
                 return None
             self._next += 1
             return self._next - 1
+
+    def _read_or_error(self, request: FetchRequest) -> FetchOutcome | Exception:
+        # Not about the page: the caller's own predicate, or a fault of ours. It is raised where the outcome is due.
+        try:
+            return self._read(request)
+        except Exception as error:
+            return error
 
     def _read(self, request: FetchRequest) -> FetchOutcome:
         deadline = Deadline(self._pool.settings.operation_timeout_s)
@@ -81,7 +88,9 @@ class ReadAhead:
         with self._changed:
             while (outcome := self._outcomes[index]) is None:
                 self._changed.wait()
-            return outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def _stop(self) -> None:
         """Wake the readers and wait until each has left its buffer; threads still without a connection end later."""

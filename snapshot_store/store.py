@@ -108,7 +108,7 @@ class PageStore(Protocol):
         """Yield one outcome per request, in order, pages read ahead on several connections.
 
         Close the generator (contextlib.closing) to stop what is under way; once it is closed or exhausted no buffer is
-        written any more.
+        written any more. An exception of `is_quarantined` is raised where that page's outcome is due.
         """
         ...
 

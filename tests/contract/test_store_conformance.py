@@ -243,6 +243,20 @@ def test_fetch_of_a_quarantined_writer_is_a_miss_with_its_check(store: PageStore
     assert outcome == PageMissing(page.key, quarantined=True, check=check_field_of(page.header))
 
 
+def test_fetch_with_a_predicate_that_raises_raises_and_the_next_fetch_is_right(store: PageStore) -> None:
+    (page,) = make_pages(TOKENS[:16])
+    page.put(store)
+
+    def fails(boot_id: bytes) -> bool:
+        raise LookupError(boot_id)
+
+    with pytest.raises(LookupError):
+        list(store.fetch([page.request(bytearray(PAGE_BYTES))], fails))
+    (outcome,), (buffer,) = _fetch_all(store, [page])
+    assert isinstance(outcome, PagePresent)
+    assert bytes(buffer) == page.body
+
+
 def test_fetch_of_another_tenants_record_under_the_key_is_damaged(store: PageStore) -> None:
     (ours,), (theirs,) = make_pages(TOKENS[:16]), make_pages(TOKENS[:16], tenant="other")
     assert isinstance(_damage(store, ours, theirs.record), HeaderMismatch)

@@ -180,6 +180,23 @@ def test_fetch_after_a_broken_reply_uses_a_fresh_connection(scripted: Callable[[
     assert server.num_connections == 2
 
 
+def test_fetch_given_up_behind_the_header_never_leaves_the_rest_to_the_next_one(
+    scripted: Callable[[Reply], ScriptedServer],
+) -> None:
+    def late_body(command: list[bytes]) -> Iterator[bytes]:
+        yield _bulk(PAGE.record)[:-PAGE_BYTES]
+        time.sleep(0.2)
+        yield _bulk(PAGE.record)[-PAGE_BYTES:]
+
+    def fails(boot_id: bytes) -> bool:
+        raise LookupError
+
+    store = _store(scripted(late_body).url)
+    with pytest.raises(LookupError):
+        list(store.fetch([PAGE.request(bytearray(PAGE_BYTES))], fails))
+    assert isinstance(_fetch(store), PagePresent)
+
+
 def test_fetch_of_an_error_reply_is_unreachable_with_its_text(scripted: Callable[[Reply], ScriptedServer]) -> None:
     outcome = _fetch(_store(scripted(lambda command: b"-LOADING dataset in memory\r\n").url))
     assert outcome == PageUnreachable(PAGE.key, "LOADING: dataset in memory")
