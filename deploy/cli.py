@@ -63,7 +63,7 @@ def main() -> None:
 
 @app.command()
 def up(
-    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="How many workers.")] = 2,
+    workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="How many; 0: elsewhere.")] = 2,
     model: Model = None,
     kv: KvFormat = None,
     control: Control = None,
@@ -95,7 +95,8 @@ def up(
     try:
         with Stack(options, _report) as stack:
             with Api(stack.base_url) as api:
-                _out.print(_welcome(stack, default_model(api)), highlight=False, soft_wrap=True)
+                name = default_model(api) if workers else "MODEL"
+            _out.print(_welcome(stack, name), highlight=False, soft_wrap=True)
             while True:
                 stack.poll()
                 time.sleep(0.2)

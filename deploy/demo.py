@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -77,13 +76,14 @@ def check(result: DemoResult) -> None:
 
 def turn_table(result: DemoResult) -> Table:
     """The moved conversation, a row per turn. Times in milliseconds; first token and token times as the client saw."""
-    table = Table(title="moved at every turn", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    title = "moved at every turn (times in ms)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
     headings = (
-        "turn", "worker", "prompt\ntokens", "cached\ntokens", "restored\npages", "restored\nbytes", "restore\nms",
-        "first\ntoken ms", "ms per\ntoken", "same\ntext",
+        "turn", "worker", "prompt\ntokens", "cached\ntokens", "restored\npages", "restored\nbytes", "restore\ntime",
+        "first\ntoken", "ms per\ntoken", "same\ntext",
     )  # fmt: skip
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True, min_width=4)
     for number, (turn, other) in enumerate(zip(result.moved, result.stayed, strict=True), start=1):
         table.add_row(
             str(number), turn.worker, str(turn.prompt_tokens), str(turn.cached_tokens), str(turn.restored_pages),

@@ -155,8 +155,10 @@ class Stack:
         return self.options.directory / "run" / f"{name}.pid"
 
     def _all_serving(self) -> bool:
+        # Without workers of our own (they are started elsewhere) the gateway alone can be waited for.
+        probe = "ready" if self.options.num_workers else "health"
         try:
-            answer = httpx.get(f"{self.base_url.removesuffix('/v1')}/ready", timeout=2.0, trust_env=False)
+            answer = httpx.get(f"{self.base_url.removesuffix('/v1')}/{probe}", timeout=2.0, trust_env=False)
         except httpx.HTTPError:
             return False
         return answer.status_code == 200 and self._num_live_workers() >= self.options.num_workers

@@ -90,8 +90,11 @@ class Supervisor:
         """End children (all, in reverse order of start; or these, together) within their grace times."""
         groups = [[name] for name in reversed(self._children)] if names is None else [list(names)]
         for group in groups:
-            processes = [w.process for name in group if (w := self._children.pop(name, None)) and w.process]
+            processes = [w.process for name in group if (w := self._children.get(name)) and w.process]
             _stop_together(processes)
+            # Forgotten only now: when the wait is interrupted, `kill` must still know them.
+            for name in group:
+                self._children.pop(name, None)
 
     def kill(self) -> None:
         """End every child at once."""

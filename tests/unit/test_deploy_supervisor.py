@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import StartFailed
-from deploy.process import ChildSpec
+from deploy.process import ChildProcess, ChildSpec
 from deploy.supervisor import RestartPolicy, Supervisor
 
 SLEEP = "import time; time.sleep(60)"
@@ -112,3 +112,19 @@ def test_leftover_of_an_earlier_run_is_ended_before_the_start(
     earlier = Supervisor(FAST, deaths).start(spec_of("a", SLEEP))
     supervisor.start(spec_of("a", SLEEP))
     assert earlier.wait(5)
+
+
+def test_interrupted_stop_leaves_the_rest_to_kill(
+    supervisor: Supervisor, spec_of: Callable[..., ChildSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = supervisor.start(spec_of("a", SLEEP))
+
+    def interrupted(self: ChildProcess, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChildProcess, "terminate", lambda self: None)
+    monkeypatch.setattr(ChildProcess, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        supervisor.stop()
+    supervisor.kill()
+    assert child.exit_code() == -9

@@ -1,0 +1,169 @@
+"""The whole stack as `kvalet up` runs it, on a tiny model: it serves, survives deaths, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.api import Api
+from deploy.conversation import Conversation, default_model
+from deploy.errors import StackInUse, StartFailed
+from deploy.stack import Stack, StackOptions
+from tests.fleet import tiny_model
+from workers.registry import list_workers
+from workers.turns.control import TurnControl, connect
+
+WORD = "Say something about the sea, please."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # A unix socket path is limited to 107 bytes, which pytest's own tmp_path can exceed.
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        yield Path(folder)
+
+
+def options_in(folder: Path, model: Path, **changes: object) -> StackOptions:
+    environment = {"KVALET_MODEL": str(model), "KVALET_MIRROR_MIB": "64", "KVALET_SLOTS": "2", "KVALET_LEASE_S": "60"}
+    values = {"num_workers": 2, "grace_s": 5.0, "pages_mib": 128, "environment": environment, **changes}
+    return StackOptions(directory=folder, **values)  # type: ignore[arg-type]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def poll_until(stack: Stack, condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        stack.poll()
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def say(conversation: Conversation, **fields: object) -> str:
+    return "".join(conversation.say(WORD, max_output_tokens=24, temperature=0, **fields))
+
+
+def test_stack_moves_a_conversation_and_leaves_nothing_running(folder: Path, model: Path) -> None:
+    options = {"kvalet": {"ignore_eos": True}}
+    with Stack(options_in(folder, model), lambda _: None) as stack, Api(stack.base_url) as api:
+        conversation = Conversation(api, default_model(api), options)
+        workers = []
+        for worker in stack.worker_ids:
+            say(conversation, kvalet={"worker": worker, "ignore_eos": True})
+            assert conversation.report is not None
+            workers.append(conversation.report.worker)
+        pids = stack.pids()
+    assert workers == ["w1", "w2"]
+    assert [name for name, pid in pids.items() if alive(pid)] == []
+
+
+def test_worker_killed_in_mid_reply_is_replaced_and_its_turn_goes_on(folder: Path, model: Path) -> None:
+    """The lease lasts a minute here: only the supervisor's ending it can make the take-over quick."""
+    with Stack(options_in(folder, model), lambda _: None) as stack, Api(stack.base_url) as api:
+        conversation = Conversation(api, default_model(api), {"kvalet": {"ignore_eos": True}})
+        text = conversation.say(WORD, max_output_tokens=600, temperature=0)
+        next(text)
+        victim = running_worker(stack)
+        killed_at = time.monotonic()
+        victim_pid = stack.pids()[victim]
+        os.kill(victim_pid, signal.SIGKILL)
+        assert poll_until(stack, lambda: stack.pids().get(victim, victim_pid) != victim_pid, timeout_s=20)
+        gap_s = longest_gap_s(text, killed_at)
+        report = conversation.report
+    assert report is not None
+    assert (report.worker != victim, report.output_tokens) == (True, 600)
+    assert gap_s < 30
+
+
+def longest_gap_s(text: Iterator[str], since: float) -> float:
+    """Read to the end; the longest time without text."""
+    longest, last = 0.0, since
+    for _ in text:
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest
+
+
+def running_worker(stack: Stack) -> str:
+    workers = TurnControl(connect(stack.control_url)).run(list_workers())
+    busy = [worker.worker_id for worker in workers if worker.free < worker.slots]
+    assert len(busy) == 1
+    return busy[0]
+
+
+@pytest.fixture
+def up(folder: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`kvalet up` with one worker, in a process of its own; its output is in folder/output."""
+    command = [sys.executable, "-m", "deploy", "up", "--workers", "1", "--model", str(model), "--data", str(folder)]
+    with (folder / "output").open("wb") as sink:
+        supervisor = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+    yield supervisor
+    supervisor.kill()
+    supervisor.wait()
+
+
+def output_of(folder: Path) -> str:
+    return (folder / "output").read_text()[-2000:]
+
+
+def wait_until(condition: Callable[[], bool], folder: Path, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, output_of(folder)
+        time.sleep(0.05)
+
+
+def child_pids(folder: Path) -> list[int]:
+    return [int(text.split()[0]) for path in (folder / "run").glob("*.pid") if (text := path.read_text())]
+
+
+def test_supervisor_killed_at_once_leaves_no_orphan(folder: Path, up: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: len(child_pids(folder)) == 4, folder)
+    pids = child_pids(folder)
+    up.kill()
+    up.wait()
+    wait_until(lambda: not any(map(alive, pids)), folder, timeout_s=5)
+
+
+def test_terminated_supervisor_ends_in_order_with_status_zero(folder: Path, up: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: "curl http" in output_of(folder), folder)
+    pids = child_pids(folder)
+    up.send_signal(signal.SIGTERM)
+    up.wait(40)
+    assert (len(pids), up.returncode, [pid for pid in pids if alive(pid)]) == (4, 0, []), output_of(folder)
+
+
+def test_second_stack_on_the_same_folder_is_refused_with_the_owners_pid(folder: Path, model: Path) -> None:
+    with Stack(options_in(folder, model, num_workers=0), lambda _: None), pytest.raises(StackInUse) as refused:
+        Stack(options_in(folder, model, num_workers=0), lambda _: None).__enter__()
+    assert refused.value.pid == os.getpid()
+
+
+def test_stack_whose_model_cannot_be_loaded_says_why_and_leaves_nothing_running(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF\x03\x00\x00\x00")
+    stack = Stack(options_in(folder, broken, num_workers=1), lambda _: None)
+    with pytest.raises(StartFailed) as failed:
+        stack.__enter__()
+    assert "broken.gguf" in failed.value.log_tail or "FileTruncated" in failed.value.log_tail
+    assert stack.pids() == {}
