@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.device_memory import DeviceMemory
-from gpu.errors import CapacityError
+from gpu.errors import CapacityError, UnprovenAppend, invariant
 from gpu.pages import HoldKind, Page, PagePool
 
 
@@ -86,7 +86,8 @@ class Residency:
             return
         self._clock += 1
         self._last_used[indices] = self._clock
-        for index in dict.fromkeys(indices[self.device_offset[indices] < 0].tolist()):
+        absent = (self.device_offset[indices] < 0) & self._sealed[indices]
+        for index in dict.fromkeys(indices[absent].tolist()):
             with pool.lock:
                 if not self._make_room(pool):
                     return
@@ -94,6 +95,12 @@ class Residency:
                 self._place(index, slot)
             self._device.copy_in(slot, mirror[index * self._page_bytes : (index + 1) * self._page_bytes])
             self.num_promotions += 1
+
+    def check_readable(self, indices: NDArray[np.int64]) -> None:
+        """Raise UnprovenAppend if a step would read a page from the mirror that is not sealed."""
+        if self.enabled:
+            unproven = indices[(self.device_offset[indices] < 0) & ~self._sealed[indices]]
+            invariant(not len(unproven), UnprovenAppend, f"open pages {unproven.tolist()} have no device copy")
 
     def trim(self, pool: PagePool) -> None:
         """Drop slots of sealed pages until the bound holds, as far as launched steps allow."""

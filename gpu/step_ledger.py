@@ -111,6 +111,7 @@ class StepLedger:
         num_read = [-(-entry.end // layout.page_size) for entry in entries]
         held = np.concatenate([e.sequence.page_index[:n] for e, n in zip(entries, num_read, strict=True)])
         memory.residency.before_step(held, memory.mirror.array, memory.pool)
+        memory.residency.check_readable(held)
         if memory.residency.enabled:
             self.streamed_bytes += int(np.count_nonzero(offsets[held] < 0)) * memory.page_bytes
         ranges = cell_ranges(entries, layout.page_size, memory.page_bytes)

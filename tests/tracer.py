@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -145,6 +145,7 @@ class TracerWorld:
             (self.unload, 10),
             (self.park, 10),
             (self.cancel, 5),
+            (self.overshoot, 6),
             (self.forget_stored, 4),
             (self.drop_local, 3),
             (self.end_upload, 5),
@@ -217,6 +218,34 @@ class TracerWorld:
             handle.wait()
             for sequence in taken:
                 self.cache.close(sequence)
+
+    def overshoot(self) -> None:
+        """The engine is a step ahead when an end token is read: the sequence is truncated under its running step."""
+        for conversation in self._loaded(1):
+            if not self._fits(conversation, 2, []):
+                continue
+            sequence = conversation.sequence
+            handles = []
+            for token in (conversation.tag, JUNK_TAG):
+                entry = self._entry(conversation, [token], RowKind.DECODE)
+                unsampled = replace(entry, kind=RowKind.PREFILL, sampling=None, history=None)
+                handles.append(self.backend.launch(StepPlan((unsampled if token == JUNK_TAG else entry,))))
+            conversation.length += 1
+            assert sequence is not None
+            self.cache.truncate(sequence, conversation.length)
+            if self._fits(conversation, 1, [conversation]) and self.random.random() < 0.5:
+                entry = self._entry(conversation, [conversation.tag], RowKind.DECODE)
+                handles.append(self.backend.launch(StepPlan((entry,))))
+                conversation.length += 1
+            for handle in handles:
+                handle.wait()
+
+    def close_all(self) -> None:
+        """Everything leaves the engine; uploads end."""
+        for conversation in self.conversations.values():
+            self._close(conversation)
+        while self.uploads:
+            self.end_upload()
 
     def forget_stored(self) -> None:
         """The store evicts a page."""

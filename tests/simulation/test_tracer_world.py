@@ -24,6 +24,9 @@ def test_tracer_random_work_attends_to_no_foreign_cell(seed: int) -> None:
     world = TracerWorld(seed, FORMATS[seed % 4], RESIDENT[seed // 4 % 4])
     world.run(2000)
     assert world.sampler.num_checked > 2000
+    world.close_all()
+    stats = world.cache.stats()
+    assert (stats.free + stats.cached, sum(stats.held.values())) == (stats.num_pages, 0)
 
 
 def test_tracer_world_meets_every_event() -> None:
@@ -43,7 +46,7 @@ def test_tracer_world_meets_every_event() -> None:
     world.run(600)
     count_then_kill()
     assert min(seen.values()) > 0, seen
-    assert min(world.done.get(name, 0) for name in ("kill", "cancel", "forget_stored", "drop_local")) > 0
+    assert min(world.done.get(name, 0) for name in ("kill", "cancel", "forget_stored", "drop_local", "overshoot")) > 0
     assert world.num_restored > 0
 
 
