@@ -107,6 +107,14 @@ def test_llama3_takes_a_known_word_whole_without_merges_that_lead_there() -> Non
     assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode_text("hey")] == ["hey"]
 
 
+def test_tekken_cuts_at_case_changes_and_keeps_no_contractions_apart() -> None:
+    library = LibraryTokenizer.from_str(bundle_from_gguf(byte_vocabulary(pre="tekken")).tokenizer_json)
+    pieces = library.pre_tokenizer.pre_tokenize_str("don't stopNow 2024 a//\nb")
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in pieces] == [
+        "don", "'t", " stop", "Now", " ", "2", "0", "2", "4", " a", "//\n", "b",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", [None, "default", "deepseek-llm", 7])
 def test_unknown_split_is_refused_instead_of_guessed(name: object) -> None:
     vocabulary = byte_vocabulary() | {"tokenizer.ggml.pre": name}

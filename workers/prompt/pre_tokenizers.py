@@ -12,7 +12,12 @@ from typing import Any, Final
 from workers.prompt.errors import TokenizerError
 
 _WORDS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES: Final = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+# Mistral's later vocabularies: a word is cut where lower case turns into upper case, digits stand alone.
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORDS: Final = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,9 @@ def _split(pattern: str) -> tuple[dict[str, Any], ...]:
 _GPT2: Final = PreTokenizer((_byte_level(True),))
 _SMOLLM: Final = PreTokenizer(({"type": "Digits", "individual_digits": True}, _byte_level(True)))
 _LLAMA3: Final = PreTokenizer(_split(_WORDS + r"|\p{N}{1,3}|" + _REST), ignore_merges=True, add_bos=True)
+_TEKKEN: Final = PreTokenizer(
+    _split(_CASED_WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES), ignore_merges=True, add_bos=True
+)
 _QWEN2: Final = PreTokenizer(_split(_WORDS + r"|\p{N}|" + _REST), normalizer={"type": "NFC"})
 
 _BY_NAME: Final[dict[str, PreTokenizer]] = {
@@ -56,5 +64,8 @@ _BY_NAME: Final[dict[str, PreTokenizer]] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
     "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
 }
