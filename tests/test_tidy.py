@@ -171,3 +171,37 @@ def test_tests_are_named_by_subject_condition_and_outcome() -> None:
 def test_lua_scripts_open_with_their_key_schema() -> None:
     scripts = list(files(PACKAGES, {".lua"}))
     assert not [str(path.relative_to(ROOT)) for path in scripts if not path.read_text().startswith("--")]
+
+
+def test_documents_name_files_that_exist() -> None:
+    """Paths in back quotes in README and docs, so that they stay true when code moves."""
+    pattern = re.compile(r"`((?:gateway|workers|gpu|snapshot_store|deploy|tests|requirements|docs)/[\w./-]+\.\w+)`")
+    lost = [
+        f"{document.name}: {name}"
+        for document in documents()
+        for name in pattern.findall(document.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert not lost
+
+
+def test_documents_name_tests_that_exist() -> None:
+    tests = {
+        node.name
+        for path in files(("tests",), {".py"})
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    named = {name for document in documents() for name in re.findall(r"`(test_\w+)`", document.read_text())}
+    assert named
+    assert not named - tests
+
+
+def test_documents_list_every_regression_file() -> None:
+    listed = (ROOT / "docs/field-cases.md").read_text()
+    unlisted = [path.name for path in files(("tests/regression",), {".py"}) if path.name not in listed]
+    assert not unlisted
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *files(("docs",), {".md"})]
