@@ -245,3 +245,13 @@ def test_published_layout_and_ours_tokenize_alike_with_template_tokens() -> None
 def test_model_file_opens_by_its_content_not_by_its_ending(tmp_path: Path) -> None:
     config = tiny_config()
     assert open_source(write_gguf(tmp_path / "model.bin", config, random_tensors(config))).config.num_layers == 2
+
+
+def test_added_token_whose_id_the_library_would_change_is_refused(tmp_path: Path) -> None:
+    """The library numbers added tokens on from the vocabulary and does not say so when the file disagrees."""
+    vocabulary = byte_vocabulary()
+    published = tokenizer_json(vocabulary)
+    published["added_tokens"][-1]["id"] += 5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(published))
+    with pytest.raises(TokenizerError, match="control_ids=516"):
+        Tokenizer(bundle_from_files(tmp_path))

@@ -27,8 +27,7 @@ class Tokenizer:
         """Raises TokenizerError when the bundle's JSON or ids cannot be used."""
         self.bundle = bundle
         self._template = _load(bundle.tokenizer_json)
-        self._text = _load(bundle.tokenizer_json)
-        self._text.encode_special_tokens = True
+        self._text = _for_text(self._template)
         self._encode_text = EncodingMemo(partial(_encode, self._text))
         self._encode_template = EncodingMemo(partial(_encode, self._template))
         self.vocab_size: int = self._text.get_vocab_size(with_added_tokens=True)
@@ -133,6 +132,23 @@ def _load(tokenizer_json: str) -> LibraryTokenizer:
         return LibraryTokenizer.from_str(tokenizer_json)
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise TokenizerError("tokenizer_json", tokenizer_json[:64], f"cannot be loaded ({error})") from None
+
+
+def _for_text(template: LibraryTokenizer) -> LibraryTokenizer:
+    """A second tokenizer that takes control tokens' texts for plain text. Both share one vocabulary in memory.
+
+    Raises TokenizerError when the added tokens don't keep their ids.
+    """
+    text = LibraryTokenizer(template.model)
+    text.normalizer, text.pre_tokenizer = template.normalizer, template.pre_tokenizer
+    added = template.get_added_tokens_decoder()
+    for token_id in sorted(added):
+        token = added[token_id]
+        (text.add_special_tokens if token.special else text.add_tokens)([token])
+    if text.get_added_tokens_decoder() != added:
+        raise TokenizerError("added_tokens", len(added), "ids must follow the vocabulary without a gap")
+    text.encode_special_tokens = True
+    return text
 
 
 def _encode(tokenizer: LibraryTokenizer, text: str) -> list[int]:
