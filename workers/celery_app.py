@@ -118,7 +118,7 @@ class _WorkerProcess:
     def celery_options(self) -> dict[str, Any]:
         return {
             **celery_options(self.settings.control_url),
-            "worker_pool": "threads",
+            "worker_pool": "workers.celery_pool:TurnPool",
             "worker_concurrency": self.settings.slots,
             "worker_prefetch_multiplier": 1,
             "worker_disable_prefetch": True,

@@ -21,9 +21,10 @@ MAX_BUNDLE_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """One heartbeat. free and queue_depth are counts of turns; kv_* counts of cells; times unix seconds.
+    """One heartbeat. Times are unix seconds.
 
-    hot_branches: branches whose cells this worker holds. info: whatever else an operator may want to see.
+    free: slots without a lease; read back as control counts them now, whatever was sent. hot_branches: branches whose
+    cells this worker holds. info: whatever else an operator may want to see.
     """
 
     worker_id: str
@@ -72,9 +73,9 @@ class ModelDemand:
 
 
 def beat(record: WorkerRecord, *, ttl_s: float = HEARTBEAT_TTL_S) -> ScriptCall[None]:
-    """Write a heartbeat. The server stamps `seen_at`."""
+    """Write a heartbeat. The server stamps `seen_at` and counts `free`."""
     args = (
-        record.worker_id, record.boot_id, record.model, record.slots, max(0, record.free), int(record.draining),
+        record.worker_id, record.boot_id, record.model, record.slots, int(record.draining),
         int(ttl_s * 1000), pack(_plain(record)),
     )  # fmt: skip
     return ScriptCall(load_script("beat"), (), args, lambda _: None)

@@ -105,6 +105,17 @@ def test_worker_survives_the_control_servers_kill(
     assert worker.process.poll() is None
 
 
+def test_worker_with_full_slots_takes_the_next_message_as_soon_as_one_is_free(
+    fleet: Fleet, start_worker: StartWorker
+) -> None:
+    start_worker("w1", slots=1).wait_ready()
+    turns = [f"t{n}" for n in range(8)]
+    for turn_id in turns:
+        fleet.submit(turn_id)
+    # Without the pool's wake-up each of them waits up to a second for the event loop to look again.
+    fleet.wait_end(*turns, timeout_s=5)
+
+
 def test_worker_with_unusable_settings_exits_naming_the_variable(start_worker: StartWorker) -> None:
     worker = start_worker("w1", slots="many")
     assert worker.process.wait(20) != 0

@@ -44,9 +44,9 @@ def crash(control: TurnControl, turn_id: str) -> ClaimedTurn:
     return turn
 
 
-def free(control: TurnControl, worker_id: str, free_slots: int = 1) -> None:
+def free(control: TurnControl, worker_id: str, slots: int) -> None:
     """Register a live worker."""
-    control.run(beat(WorkerRecord(worker_id=worker_id, boot_id="b", model="tiny", slots=4, free=free_slots)))
+    control.run(beat(WorkerRecord(worker_id=worker_id, boot_id="b", model="tiny", slots=slots, free=0)))
 
 
 def test_claim_new_turn_gives_first_epoch_and_the_request(control: TurnControl) -> None:

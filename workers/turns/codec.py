@@ -26,7 +26,9 @@ MAX_ENTRY_BYTES: Final = 16 << 20
 MAX_PROMPT_IDS: Final = 16 << 20
 
 _REQUEST_FIELDS: Final = tuple(field.name for field in fields(TurnRequest))
-_EVENT_FIELDS: Final = frozenset("kitlsfuen")
+_EVENT_FIELDS: Final[Mapping[str, type]] = MappingProxyType(
+    {"k": str, "i": list, "t": str, "l": list, "s": str, "f": str, "u": dict, "e": dict, "n": dict}
+)
 
 
 def pack(value: Any) -> bytes:
@@ -42,10 +44,10 @@ def unpack(field: str, data: bytes, max_bytes: int = MAX_REQUEST_BYTES) -> Any:
     """Unpack plain data. Raises BadTurnData when it is too long or no msgpack."""
     if len(data) > max_bytes:
         raise BadTurnData(field, f"{len(data)} bytes", f"at most {max_bytes} bytes")
-    try:
-        return msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-        raise BadTurnData(field, data[:16], f"msgpack ({type(error).__name__})") from error
+    value, rest = _unpack_first(field, data)
+    if rest:
+        raise BadTurnData(field, f"{len(rest)} bytes more", "one value")
+    return value
 
 
 def pack_request(request: TurnRequest) -> bytes:
@@ -66,9 +68,12 @@ def unpack_request(data: bytes) -> TurnRequest:
         raise BadTurnData("request.v", version, f"version {REQUEST_VERSION}")
     if set(body) != set(_REQUEST_FIELDS):
         raise BadTurnData("request", sorted(set(body) ^ set(_REQUEST_FIELDS)), "exactly the known fields")
-    body["scope"] = CacheScope(body["scope"])
-    for name in ("messages", "stop", "tools"):
-        body[name] = tuple(body[name])
+    try:
+        body["scope"] = CacheScope(body["scope"])
+        for name in ("messages", "stop", "tools"):
+            body[name] = tuple(body[name])
+    except (ValueError, TypeError) as error:
+        raise BadTurnData("request", str(error), "fields of the known types") from error
     return TurnRequest(**body)
 
 
@@ -81,12 +86,13 @@ def unpack_messages(data: bytes) -> tuple[dict[str, Any], ...]:
     """Unpack joined lists of messages. Raises BadTurnData."""
     if len(data) > MAX_REQUEST_BYTES:
         raise BadTurnData("messages", f"{len(data)} bytes", f"at most {MAX_REQUEST_BYTES} bytes")
-    unpacker = msgpack.Unpacker(raw=False, strict_map_key=True, max_buffer_size=MAX_REQUEST_BYTES)
-    unpacker.feed(data)
-    try:
-        return tuple(_mapping("message", message) for messages in unpacker for message in messages)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-        raise BadTurnData("messages", data[:16], f"msgpack ({type(error).__name__})") from error
+    messages: list[dict[str, Any]] = []
+    while data:
+        part, data = _unpack_first("messages", data)
+        if not isinstance(part, list):
+            raise BadTurnData("messages", type(part).__name__, "lists")
+        messages += (_mapping("message", message) for message in part)
+    return tuple(messages)
 
 
 def pack_events(events: Sequence[TurnEvent]) -> bytes:
@@ -130,6 +136,15 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
     return tuple(_little_endian(ids))
 
 
+def _unpack_first(field: str, data: bytes) -> tuple[Any, bytes]:
+    try:
+        return msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True), b""
+    except msgpack.ExtraData as more:
+        return more.unpacked, bytes(more.extra)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise BadTurnData(field, data[:16], f"msgpack ({type(error).__name__})") from error
+
+
 def _little_endian(ids: array[int]) -> array[int]:
     if sys.byteorder == "big":
         ids.byteswap()
@@ -147,20 +162,24 @@ def _event_body(event: TurnEvent) -> dict[str, Any]:
 
 
 _KINDS: Final = {kind.value[0]: kind for kind in EventKind}
+_STATES: Final = {state.value: state for state in TurnState}
 
 
 def _event(number: int, raw: Any) -> TurnEvent:
     body = _mapping("event", raw)
-    if body.get("k") not in _KINDS or not set(body) <= _EVENT_FIELDS:
-        raise BadTurnData("event", sorted(map(str, body)), "the known fields and a known kind")
-    state = body.get("s")
+    for name, value in body.items():
+        if not isinstance(value, _EVENT_FIELDS.get(name, ())):
+            raise BadTurnData(f"event.{name}", type(value).__name__, f"the types {dict(_EVENT_FIELDS)}")
+    kind, state = _KINDS.get(body.get("k", "")), _STATES.get(body.get("s", ""))
+    if kind is None or ("s" in body and state is None):
+        raise BadTurnData("event", {name: body.get(name) for name in "ks"}, "a known kind and state")
     return TurnEvent(
         number=number,
-        kind=_KINDS[body["k"]],
+        kind=kind,
         token_ids=tuple(body.get("i", ())),
         text=body.get("t", ""),
         logprobs=tuple(body.get("l", ())),
-        state=TurnState(state) if state else None,
+        state=state,
         finish_reason=body.get("f"),
         usage=body.get("u", {}),
         error=body.get("e"),

@@ -27,8 +27,10 @@ if repeated then
   return nil
 end
 
--- Messages for turns freed here come from the next sweep, which finds them due.
-lose_expired_leases(now, 16, {})
+local freed = {}
+lose_expired_leases(now, 16, freed)
+-- Nobody sends messages for a claim: the next sweep does.
+for _, message in ipairs(freed) do call('ZADD', K.due, 'XX', now, message[1]) end
 
 local free_cache = {}
 local function is_free_elsewhere(other)
