@@ -1,6 +1,8 @@
 """The snapshot index: per branch, how much of it is parked, by whom and under which fingerprint.
 
-A hint for inspection and routing, fenced by epoch; it holds no digests, since those follow from the transcript.
+A hint for inspection and routing; it holds no digests, since those follow from the transcript. Only a worker that has
+committed a turn writes one, and an entry of an earlier turn never replaces that of a later one. (Epochs count the runs
+of one turn, so they do not order the turns of a branch; commits do.)
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class SnapshotIndexEntry:
 
     branch: conversation id, or the id of the turn that opened it. head_turn_id: the last turn whose pages are meant.
     num_cells, num_pages, num_bytes: parked full pages of the branch under `numerics_digest`, shared ones included.
-    page_size: cells per page. epoch: of the lease that parked. parked_at: unix seconds.
+    page_size: cells per page. epoch: of the lease that parked. committed_at: of the head turn, parked_at: of this
+    entry, both in unix seconds.
     numerics_cells: cells by numerics digest, of every numerics that the branch was parked under; filled by `read`.
     """
 
@@ -45,6 +48,7 @@ class SnapshotIndexEntry:
     worker_id: str
     writer_boot_id: bytes
     epoch: int
+    committed_at: float
     parked_at: float
     numerics_cells: dict[bytes, int] = field(default_factory=dict)
 
@@ -56,9 +60,10 @@ class SnapshotIndex:
         self._control = control
 
     def write(self, entry: SnapshotIndexEntry, ttl_s: int) -> bool:
-        """Write an entry; False if a lease with a later epoch has written. Raises StoreUnreachable, BadKeyPart."""
+        """Write an entry; False if that of a later commit is there. Raises StoreUnreachable, BadKeyPart."""
         key = snapshot_key(entry.tenant, entry.branch)
-        values = (entry.epoch, encode_index_entry(entry), entry.numerics_digest.hex(), entry.num_cells, ttl_s)
+        committed = int(entry.committed_at * 1_000_000)
+        values = (committed, encode_index_entry(entry), entry.numerics_digest.hex(), entry.num_cells, ttl_s)
         try:
             return bool(self._control.eval(script("write_index").decode(), 1, key, *cast("tuple[Any, ...]", values)))
         except redis.RedisError as error:
@@ -102,13 +107,15 @@ _FIELDS: Final[dict[str, type]] = {
     "worker_id": str,
     "writer_boot_id": bytes,
     "epoch": int,
+    "committed_at": float,
     "parked_at": float,
 }
 
 
 def encode_index_entry(entry: SnapshotIndexEntry) -> bytes:
     """Msgpack form of an entry without what the key and the hash's other fields say."""
-    document = asdict(entry) | {"parked_at": float(entry.parked_at)}
+    document = asdict(entry)
+    document |= {"committed_at": float(entry.committed_at), "parked_at": float(entry.parked_at)}
     packed: bytes = msgpack.packb({"v": INDEX_VERSION} | {name: document[name] for name in _FIELDS})
     return packed
 

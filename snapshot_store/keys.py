@@ -5,7 +5,7 @@
 
     control server
         kvalet:<tenant>:transcript:<turn id>         string, msgpack transcript entry (transcript.py); written by commit
-        kvalet:<tenant>:snapshot:<branch>            hash, snapshot index entry (index.py); fenced by epoch
+        kvalet:<tenant>:snapshot:<branch>            hash, snapshot index entry (index.py)
         kvalet:<tenant>:salt                         string, 32 random bytes, written once (salts.py)
         kvalet:-:fingerprint:<digest hex>            string, msgpack fingerprint record in clear (published.py)
 

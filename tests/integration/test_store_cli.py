@@ -195,7 +195,7 @@ def test_show_of_pages_under_other_numerics_of_the_index_lists_them(fleet: Parke
     SnapshotIndex(fleet.control).write(
         SnapshotIndexEntry(
             "local", "resp_1", "resp_1", "resp_1", "tiny", 32, 2, 100, 16, entry.format_digest, b"m" * 32,
-            "worker-1", b"b" * 16, 1, 1.0,
+            "worker-1", b"b" * 16, 1, 1.0, 1.0,
         ),
         60,
     )  # fmt: skip

@@ -43,7 +43,8 @@ ENTRY = SnapshotIndexEntry(
     numerics_digest=NUMERICS,
     worker_id="worker-1",
     writer_boot_id=b"b" * 16,
-    epoch=5,
+    epoch=1,
+    committed_at=1000.25,
     parked_at=1000.5,
 )
 
@@ -123,16 +124,16 @@ def test_index_entry_of_an_unknown_branch_is_none(control: redis.Redis) -> None:
     assert SnapshotIndex(control).read("local", "conv_1") is None
 
 
-def test_index_entry_of_an_older_epoch_is_refused(control: redis.Redis) -> None:
+def test_index_entry_of_an_earlier_commit_is_refused(control: redis.Redis) -> None:
     index = SnapshotIndex(control)
     index.write(ENTRY, 60)
-    assert not index.write(replace(ENTRY, epoch=4, num_cells=0, worker_id="stale"), 60)
+    assert not index.write(replace(ENTRY, committed_at=1000.249, num_cells=0, worker_id="late"), 60)
     held = index.read("local", "conv_1")
     assert held is not None
     assert held.worker_id == "worker-1"
 
 
-def test_index_entry_of_the_same_epoch_is_replaced(control: redis.Redis) -> None:
+def test_index_entry_of_the_same_commit_is_replaced(control: redis.Redis) -> None:
     index = SnapshotIndex(control)
     index.write(ENTRY, 60)
     assert index.write(replace(ENTRY, num_cells=80), 60)
@@ -144,7 +145,7 @@ def test_index_entry_of_the_same_epoch_is_replaced(control: redis.Redis) -> None
 def test_index_entry_lists_every_numerics_that_parked(control: redis.Redis) -> None:
     index = SnapshotIndex(control)
     index.write(ENTRY, 60)
-    index.write(replace(ENTRY, epoch=6, numerics_digest=OTHER_NUMERICS, num_cells=96), 60)
+    index.write(replace(ENTRY, committed_at=2000.0, numerics_digest=OTHER_NUMERICS, num_cells=96), 60)
     held = index.read("local", "conv_1")
     assert held is not None
     assert held.numerics_cells == {NUMERICS: 64, OTHER_NUMERICS: 96}
@@ -166,7 +167,7 @@ def test_index_entry_deleted_is_gone(control: redis.Redis) -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"\x80", b"\x80\x04\x95\x00.", b"\xc1", bytes(70_000)])
 def test_index_entry_that_cannot_be_read_is_damaged(control: redis.Redis, raw: bytes) -> None:
-    control.hset(snapshot_key("local", "conv_1"), mapping={"epoch": 1, "entry": raw})
+    control.hset(snapshot_key("local", "conv_1"), mapping={"committed": 1, "entry": raw})
     with pytest.raises(IndexEntryDamaged):
         SnapshotIndex(control).read("local", "conv_1")
 

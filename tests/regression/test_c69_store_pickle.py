@@ -80,7 +80,7 @@ def test_c69_pickle_as_a_transcript_is_damaged(control: redis.Redis, payload: by
 
 
 def test_c69_pickle_as_an_index_entry_is_damaged(control: redis.Redis, payload: bytes, probe: Path) -> None:
-    control.hset(snapshot_key("local", "conv_1"), mapping={"epoch": 1, "entry": payload})
+    control.hset(snapshot_key("local", "conv_1"), mapping={"committed": 1, "entry": payload})
     with pytest.raises(IndexEntryDamaged):
         SnapshotIndex(control).read("local", "conv_1")
     assert not probe.exists()
@@ -107,7 +107,7 @@ def test_c69_pickles_everywhere_do_not_run_in_the_inspector(
     (page,) = fleet.park(fleet.commit("resp_1", input_ids=tuple(range(16))))
     fleet.pages.set(page.key, payload)
     fleet.control.set(transcript_key("local", "resp_2"), payload)
-    fleet.control.hset(snapshot_key("local", "resp_1"), mapping={"epoch": 1, "entry": payload})
+    fleet.control.hset(snapshot_key("local", "resp_1"), mapping={"committed": 1, "entry": payload})
     fleet.control.set(fingerprint_key(FINGERPRINT.format_digest), payload)
     urls = ["--control", control_server.url, "--pages", pages_server.url]
     codes = [CliRunner().invoke(app, [*command, *urls]).exit_code for command in (["ls"], ["verify"])]

@@ -123,6 +123,7 @@ class Bookkeeping:
             worker_id=entry.worker_id,
             writer_boot_id=self._identity.boot_id,
             epoch=pages.epoch,
+            committed_at=entry.committed_at,
             parked_at=time.time(),
         )
         self._index.write(index_entry, self._ttl_s(pages))
