@@ -27,7 +27,7 @@ UNPACK_ROWS = 8
 PANEL = 128
 PANEL_FLOATS = PANEL * BLOCK_ROWS
 
-_f1x4, _f2x4, _f4x4, _f6x4 = (product_tile(rows, 4, STORED_F32) for rows in (1, 2, 4, 6))
+_f1x4, _f2x4, _f3x4, _f4x4, _f6x4 = (product_tile(rows, 4, STORED_F32) for rows in (1, 2, 3, 4, 6))
 _f1x1, _f2x1, _f4x1, _f6x1 = (product_tile(rows, 1, STORED_F32) for rows in (1, 2, 4, 6))
 _h1x4, _h2x4, _h4x4 = (product_tile(rows, 4, STORED_BF16) for rows in (1, 2, 4))
 _q1x4, _q2x4, _q4x4 = (product_tile(rows, 4, STORED_Q8) for rows in (1, 2, 4))
@@ -187,12 +187,15 @@ def _wide(
     while row < rows:
         left = rows - row
         x_row, out_row = x + 4 * row * x_stride, out + 4 * row * out_stride
-        if left >= 6 and left != 8:
+        if left >= 6 and left != 7 and left != 8:
             _f6x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
             row += 6
         elif left >= 4:
             _f4x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
             row += 4
+        elif left == 3:
+            _f3x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
+            row += 3
         elif left >= 2:
             _f2x4(x_row, x_stride, w, w_stride, 0, 0, num, out_row, out_stride, chain)
             row += 2
