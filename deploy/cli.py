@@ -18,8 +18,7 @@ from rich.table import Table
 
 from deploy.api import Api
 from deploy.chat import chat as run_chat
-from deploy.configuration import settings_in_force
-from deploy.conversation import default_model
+from deploy.configuration import gateway_settings, settings_in_force
 from deploy.demo import run_demo
 from deploy.doctor import examine
 from deploy.errors import DeployError
@@ -45,6 +44,7 @@ BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_URL", help="Base U
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="KVALET_API_KEY", help="API key, if keys are in use.")]
 Model = Annotated[Path | None, typer.Option("--model", help="GGUF file or safetensors folder; default: SmolLM2.")]
 KvFormat = Annotated[str | None, typer.Option("--kv", help="Cache format: f16, int8, q4 or k8v4.")]
+Keys = Annotated[Path | None, typer.Option("--keys", help="API keys file; needed to listen beyond loopback.")]
 Control = Annotated[str | None, typer.Option("--control", help="URL of an existing control server.")]
 Pages = Annotated[str | None, typer.Option("--pages", help="URL of an existing pages server.")]
 Slots = Annotated[int | None, typer.Option("--slots", help="Turns that one worker runs at once.")]
@@ -70,6 +70,7 @@ def up(
     pages: Pages = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    keys: Keys = None,
     data: Annotated[Path | None, typer.Option("--data", help="Folder for control's data, logs and pid files.")] = None,
     slots: Slots = None,
     threads: Threads = None,
@@ -87,16 +88,15 @@ def up(
         backend=backend, restore=restore, attest=attest,
     )  # fmt: skip
     options = StackOptions(
-        directory=data or default_directory(), num_workers=workers, host=host, port=port, control_url=control,
-        pages_url=pages, pages_mib=pages_mib, grace_s=grace_s, environment=environment,
+        directory=data or default_directory(), num_workers=workers, host=host, port=port, keys_file=keys,
+        control_url=control, pages_url=pages, pages_mib=pages_mib, grace_s=grace_s, environment=environment,
     )  # fmt: skip
+    gateway_settings(host=host, port=port, keys_file=keys)
     _raise_on_sigterm()
     _ensure_model(environment)
     try:
         with Stack(options, _report) as stack:
-            with Api(stack.base_url) as api:
-                name = default_model(api) if workers else "MODEL"
-            _out.print(_welcome(stack, name), highlight=False, soft_wrap=True)
+            _out.print(_welcome(stack), highlight=False, soft_wrap=True)
             while True:
                 stack.poll()
                 time.sleep(0.2)
@@ -140,7 +140,7 @@ def status(url: BaseUrl, api_key: ApiKey = None) -> None:
     with Api(url, api_key) as api:
         workers = api.call("GET", "/workers")["data"]
     table = Table()
-    columns = ("id", "model", "backend", "slots", "free", "draining", "quarantined")
+    columns = ("id", "model", "backend", "kv_format", "slots", "free", "draining", "num_hot_branches", "heartbeat_age_s")
     for column in columns:
         table.add_column(column)
     for worker in workers:
@@ -179,14 +179,14 @@ def gateway(
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", min=0, max=65535)] = None,
     control: Control = None,
-    keys: Annotated[Path | None, typer.Option("--keys", help="API keys file.")] = None,
+    keys: Keys = None,
 ) -> None:
     """Run one gateway process in the foreground."""
+    # Imported here: every other command does without the HTTP server's start-up time.
     from gateway.server import serve
-    from gateway.settings import load_settings
 
     settings_in_force()
-    serve(load_settings(host=host, port=port, control_url=control, keys_file=keys))
+    serve(gateway_settings(host=host, port=port, control_url=control, keys_file=keys))
 
 
 @app.command()
@@ -259,11 +259,13 @@ def _raise_on_sigterm() -> None:
     signal.signal(signal.SIGHUP, interrupt)
 
 
-def _welcome(stack: Stack, model: str) -> str:
+def _welcome(stack: Stack) -> str:
+    model = next(iter(stack.model_names()), "MODEL")
+    authorization = "" if stack.options.keys_file is None else " -H 'Authorization: Bearer KEY'"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     return (
         f"\nready: {', '.join(stack.worker_ids)}; logs in {stack.options.directory / 'logs'}\n"
         f"base URL for the openai SDK: {stack.base_url}\n\n"
-        f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json'{authorization} -d '{body}'\n\n"
         f"kvalet chat --url {stack.base_url}\n"
     )

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ValidationError
 
-from deploy.errors import BadOption
+from deploy.errors import BadOption, BadSetting
+from gateway.auth import load_keys
 from gateway.settings import OWN_PREFIX, GatewaySettings, SettingsError, load_settings
 from workers.settings import WorkerSettings
 
@@ -27,16 +28,24 @@ class Setting:
 
 
 def settings_in_force() -> list[Setting]:
-    """Every setting of worker and gateway. Raises BadOption naming an unknown or malformed variable."""
+    """Every setting of worker and gateway. Raises BadOption or BadSetting naming a variable."""
     check_names(os.environ)
     try:
         worker = WorkerSettings()
-        gateway = load_settings()
     except ValidationError as error:
         raise _bad_value(error) from error
-    except SettingsError as error:
-        raise BadOption("environment", PREFIX + "GATEWAY_*", str(error)) from error
+    gateway = gateway_settings()
     return [*_rows("worker", PREFIX, worker), *_rows("gateway", OWN_PREFIX, gateway)]
+
+
+def gateway_settings(**overrides: object) -> GatewaySettings:
+    """The gateway's settings with these values of the command line. Raises BadSetting."""
+    try:
+        settings = load_settings(**overrides)
+        load_keys(settings.keys_file)
+    except SettingsError as error:
+        raise BadSetting(str(error)) from error
+    return settings
 
 
 def check_names(environment: Mapping[str, str]) -> None:

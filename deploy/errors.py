@@ -2,6 +2,7 @@
 
     DeployError
     |-- BadOption            a command-line option or environment value that cannot be used (exit code 2)
+    |-- BadSetting           a process's own settings refuse a value (exit code 2)
     |-- ModelFetchFailed     the default model could not be fetched or is not the expected file
     |-- ServerBinaryMissing  no embedded server program is installed
     |-- StackInUse           another supervisor already runs on this data directory
@@ -31,6 +32,12 @@ class BadOption(DeployError):
         self.field = field
         self.value = value
         self.limit = limit
+
+
+class BadSetting(DeployError):
+    """A process's own settings refuse a value; the message is theirs and names variable, value and limit."""
+
+    exit_code = 2
 
 
 class ModelFetchFailed(DeployError):

@@ -15,6 +15,7 @@ from pathlib import Path
 from deploy import exec_child
 
 _TAIL_BYTES = 4096
+_LOG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class ChildProcess:
         self.started_at = time.monotonic()
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         spec.pid_file.parent.mkdir(parents=True, exist_ok=True)
+        _rotate(spec.log)
         with spec.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), *spec.argv],
@@ -90,6 +92,12 @@ class ChildProcess:
     def log_tail(self) -> str:
         """The last lines of the child's log."""
         return log_tail(self.spec.log)
+
+
+def _rotate(log: Path) -> None:
+    """Keep one older log beside a new one, so that restarts for months don't fill the disk."""
+    if log.exists() and log.stat().st_size > _LOG_BYTES:
+        log.replace(log.with_suffix(log.suffix + ".1"))
 
 
 def log_tail(log: Path) -> str:

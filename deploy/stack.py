@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from deploy.errors import StackInUse
 from deploy.process import ChildSpec
 from deploy.supervisor import RestartPolicy, Supervisor
 from workers.dispatch import Dispatcher
-from workers.registry import list_workers
+from workers.registry import WorkerRecord, list_workers
 from workers.turns.calls import end_worker_leases
 from workers.turns.control import Patience, TurnControl, connect
 from workers.turns.errors import TurnControlError
@@ -36,6 +37,7 @@ class StackOptions:
     num_workers: int = 2
     host: str = "127.0.0.1"
     port: int = 0
+    keys_file: Path | None = None
     control_url: str | None = None
     pages_url: str | None = None
     control_mib: int = 512
@@ -78,7 +80,7 @@ class Stack:
             self._start_workers()
         except BaseException:
             self._supervisor.kill()
-            self._lock.close()
+            self._let_go()
             raise
         return self
 
@@ -94,12 +96,15 @@ class Stack:
         finally:
             # A second Ctrl-C lands here: nothing may be left running.
             self._supervisor.kill()
-            if self._lock is not None:
-                self._lock.close()
+            self._let_go()
 
     def poll(self) -> None:
         """Restart what has died. Call a few times a second."""
         self._supervisor.poll()
+
+    def model_names(self) -> tuple[str, ...]:
+        """Models that our workers serve now."""
+        return tuple(sorted({worker.model for worker in self._live_workers()}))
 
     def pids(self) -> dict[str, int]:
         """Process ids of the children that run now, by name."""
@@ -108,6 +113,12 @@ class Stack:
     def log_of(self, name: str) -> Path:
         """Where a child's output goes."""
         return self.options.directory / "logs" / f"{name}.log"
+
+    def _let_go(self) -> None:
+        if self._sockets.parent != self.options.directory:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
     def _start_servers(self) -> None:
         if not self.control_url:
@@ -129,6 +140,8 @@ class Stack:
         self._report("starting gateway")
         argv = (sys.executable, "-m", "deploy", "gateway")
         environment = {"KVALET_GATEWAY_HOST": self.options.host, "KVALET_GATEWAY_PORT": str(self.port)}
+        if self.options.keys_file is not None:
+            environment["KVALET_GATEWAY_KEYS_FILE"] = str(self.options.keys_file.absolute())
         self._supervisor.start(self._child("gateway", argv, environment, grace_s=15.0))
 
     def _start_workers(self) -> None:
@@ -161,17 +174,18 @@ class Stack:
             answer = httpx.get(f"{self.base_url.removesuffix('/v1')}/{probe}", timeout=2.0, trust_env=False)
         except httpx.HTTPError:
             return False
-        return answer.status_code == 200 and self._num_live_workers() >= self.options.num_workers
+        return answer.status_code == 200 and len(self._live_workers()) >= self.options.num_workers
 
-    def _num_live_workers(self) -> int:
+    def _live_workers(self) -> tuple[WorkerRecord, ...]:
+        """Our workers that have a heartbeat; none while control does not answer."""
         client = connect(self.control_url, timeout_s=2.0)
         try:
             workers = TurnControl(client, Patience(outage_s=1.0)).run(list_workers())
         except TurnControlError:
-            return 0
+            return ()
         finally:
             client.close()
-        return sum(worker.worker_id in self.worker_ids for worker in workers)
+        return tuple(worker for worker in workers if worker.worker_id in self.worker_ids)
 
     def _on_reaped(self, name: str, status: int) -> None:
         self._report(f"{name} ended with status {status}, starting it again; see {self.log_of(name)}")
@@ -194,7 +208,8 @@ class Stack:
 
 def worker_command(worker_id: str) -> tuple[str, ...]:
     """The Celery worker process; pool, queues and concurrency come from `workers.celery_app`."""
-    return (sys.executable, "-m", "celery", "-A", "workers.celery_app", "worker", "--hostname", f"{worker_id}@%h")
+    celery = (sys.executable, "-m", "celery", "-A", "workers.celery_app", "worker")
+    return (*celery, "--hostname", f"{worker_id}@%h", "--loglevel", "INFO")
 
 
 def default_directory() -> Path:

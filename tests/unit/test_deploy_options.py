@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from deploy.configuration import check_names, settings_in_force
-from deploy.errors import BadOption
+from deploy.configuration import check_names, gateway_settings, settings_in_force
+from deploy.errors import BadOption, BadSetting
 from deploy.options import worker_environment
 
 
@@ -51,3 +53,15 @@ def test_password_of_a_url_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("KVALET_CONTROL_URL", "redis://user:secret@host:6379/0")
     shown = [setting.value for setting in settings_in_force() if setting.variable == "KVALET_CONTROL_URL"]
     assert set(shown) == {"redis://***@host:6379/0"}
+
+
+def test_address_beyond_loopback_without_keys_is_refused() -> None:
+    with pytest.raises(BadSetting, match="KVALET_GATEWAY_HOST"):
+        gateway_settings(host="0.0.0.0")
+
+
+def test_keys_file_that_is_malformed_is_refused_before_the_start(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-in-clear acme\n")
+    with pytest.raises(BadSetting, match="keys:1"):
+        gateway_settings(keys_file=keys)
