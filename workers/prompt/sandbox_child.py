@@ -138,4 +138,7 @@ def _write_frame(stream: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:
+        sys.exit(0)
