@@ -139,12 +139,15 @@ def status(url: BaseUrl, api_key: ApiKey = None) -> None:
     """Show the workers of a running service."""
     with Api(url, api_key) as api:
         workers = api.call("GET", "/workers")["data"]
-    table = Table()
-    columns = ("id", "model", "backend", "kv_format", "slots", "free", "draining", "num_hot_branches", "heartbeat_age_s")
-    for column in columns:
-        table.add_column(column)
+    columns = {
+        "id": "worker", "model": "model", "backend": "backend", "kv_format": "kv", "slots": "slots", "free": "free",
+        "num_hot_branches": "hot", "draining": "draining", "heartbeat_age_s": "seen s ago",
+    }  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    for heading in columns.values():
+        table.add_column(heading, overflow="fold")
     for worker in workers:
-        table.add_row(*(str(worker.get(column, "")) for column in columns))
+        table.add_row(*(str(worker.get(name, "")) for name in columns))
     _out.print(table)
 
 
