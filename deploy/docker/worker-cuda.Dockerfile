@@ -19,7 +19,7 @@ FROM python:3.12-slim
 COPY --from=build /opt/kvalet /opt/kvalet
 # Compiled kernels and fetched models are kept below /var/cache/kvalet: mount a volume that user 10001 may write.
 ENV PATH=/opt/kvalet/bin:$PATH PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/var/cache \
-    NUMBA_CACHE_DIR=/var/cache/kvalet/numba NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NUMBA_CACHE_DIR=/var/cache/kvalet/kernels NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 VOLUME /var/cache/kvalet
 # Celery drains on SIGTERM: stop with a timeout above KVALET_DRAIN_GRACE_S.
