@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+from tests.fleet_fixtures import local_fleet, make_fleet, tiny_gguf
 from tests.services import _control_process, _pages_process, control_server, pages_server, start_server
 from tests.worker_process import fleet, start_worker
 
@@ -8,7 +9,10 @@ __all__ = [
     "_pages_process",
     "control_server",
     "fleet",
+    "local_fleet",
+    "make_fleet",
     "pages_server",
     "start_server",
     "start_worker",
+    "tiny_gguf",
 ]

@@ -11,14 +11,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 
 from snapshot_store.index import SnapshotIndex
 from snapshot_store.redis_store import RedisPageStore
 from snapshot_store.store import PageStore
-from snapshot_store.transcript import TranscriptEntry
+from snapshot_store.transcript import CacheScope, TranscriptEntry
 from snapshot_store.transcript_reader import TranscriptReader, fold_token_ids
 from snapshot_store.wire_pool import WireSettings
 from tests.model_files import byte_vocabulary, random_tensors, tiny_config, write_gguf
@@ -27,7 +27,9 @@ from workers.model_runtime import load_runtime
 from workers.service import WorkerService
 from workers.settings import WorkerSettings
 from workers.turns.calls import accept, create_conversation, get_turn, get_turn_state
+from workers.turns.codec import unpack_events
 from workers.turns.control import TurnControl, connect
+from workers.turns.keys import stream_key
 from workers.turns.outcomes import AcceptKind, AcceptLimits, AcceptOutcome, TurnView
 from workers.turns.records import TurnRequest
 
@@ -80,6 +82,7 @@ class TurnClient:
             "ignore_eos": True,
             **changes,
         }
+        values["scope"] = CacheScope(values.get("scope", "tenant"))
         outcome = self.control.run(accept(TurnRequest(**values), AcceptLimits()))
         assert outcome.kind is AcceptKind.ACCEPTED, outcome
         return outcome
@@ -116,6 +119,15 @@ class TurnClient:
     def path(self, turn_id: str) -> tuple[TranscriptEntry, ...]:
         """Committed entries of a branch, root first."""
         return TranscriptReader(self.control.client, self.tenant).path(turn_id)
+
+    def streamed_ids(self, turn_id: str) -> tuple[int, ...]:
+        """Ids of a turn's stream: deltas and terminal event, whose numbers have no gap and no repeat."""
+        entries = cast("Any", self.control.client.xrange(stream_key(turn_id)))
+        events = [
+            event for _, fields in entries for event in unpack_events(int(fields[b"n"]), fields[b"e"])
+        ]
+        assert [event.number for event in events] == list(range(len(events)))
+        return tuple(token_id for event in events for token_id in event.token_ids)
 
     def token_ids(self, turn_id: str) -> tuple[int, ...]:
         """Every token id of a committed branch: prompt and output of its last turn."""

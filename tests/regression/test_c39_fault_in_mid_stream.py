@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -53,7 +54,7 @@ def test_c39_only_worker_killed_is_told_within_ten_seconds(control_server: Valke
 def test_c39_control_killed_is_told_within_ten_seconds(start_server: Callable[..., ValkeyServer]) -> None:
     server = start_server("control")
     worker = FakeWorker(server, script=lambda _: SLOW)
-    with stack(server, worker) as url:
+    with stack(server, worker, control_timeout_s=2.0) as url:
         frames, seconds = read_with_fault(url, server.kill)
     check_error_and_done(frames, seconds)
 
@@ -131,3 +132,20 @@ def test_c39_gateway_restarted_stream_resumes_elsewhere(control_server: ValkeySe
     text = "".join(frame.json["choices"][0]["delta"].get("content") or "" for frame in frames[:-1])
     assert text == "".join(PIECES[:30])
     wait_until(lambda: len(worker.seen) == 1)
+
+
+def test_c39_gateway_that_stops_tells_its_streams(control_server: ValkeyServer) -> None:
+    worker = FakeWorker(control_server, script=lambda _: Script(PIECES, pause_s=0.05))
+    lines: list[str] = []
+
+    def read(url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=chat_body(stream=True), timeout=30) as answer:
+            lines.extend(answer.iter_lines())
+
+    with stack(control_server, worker), ThreadPoolExecutor(1) as pool:
+        with gateway(control_server, shutdown_grace_s=0.5) as url:
+            reading = pool.submit(read, url)
+            wait_until(lambda: worker.num_deltas > 3)
+        reading.result()
+    frames = frames_of("\n".join(lines) + "\n\n")
+    assert (frames[-2].json["error"]["code"], frames[-1].data) == ("gateway_stopping", "[DONE]")
