@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -17,7 +18,7 @@ from gateway import chat, conversations, responses, service
 from gateway.auth import ApiKeys, load_keys
 from gateway.errors import ApiError, NotFound
 from gateway.fleet import FleetMonitor
-from gateway.http import Gateway
+from gateway.http import Gateway, Stopping, new_id
 from gateway.metrics import GatewayMetrics
 from gateway.prompt_size import PromptSizer
 from gateway.settings import GatewaySettings
@@ -42,7 +43,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 class RequestMetrics:
-    """Counts requests and the time to their headers, by route template. Pure ASGI: streams pass through untouched."""
+    """Counts requests and the time to their headers, by route template; gives each an id. Streams pass untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,6 +57,7 @@ class RequestMetrics:
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-request-id", new_id("req_"))
                 metrics: GatewayMetrics = scope["app"].state.gateway.metrics
                 route = getattr(scope.get("route"), "path", "(none)")
                 metrics.requests.labels(scope["method"], route, str(message["status"])).inc()
@@ -72,7 +74,7 @@ def _lifespan(settings: GatewaySettings, keys: ApiKeys) -> Callable[[FastAPI], A
         metrics = GatewayMetrics()
         fleet = FleetMonitor(turns, settings, metrics)
         sizer = PromptSizer(turns)
-        app.state.gateway = Gateway(settings, keys, turns, fleet, sizer, metrics)
+        app.state.gateway = Gateway(settings, keys, turns, fleet, sizer, metrics, Stopping(settings.shutdown_grace_s))
         await turns.open()
         await fleet.open()
         try:

@@ -14,7 +14,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import ApiError, TimedOut
+from gateway.errors import ApiError, TimedOut, Unavailable
 from gateway.feed import Arrival, TurnFeed
 from gateway.http import Gateway
 from gateway.sse import HEARTBEAT, ClientGone, EventStream, Frame, encode, while_connected
@@ -64,24 +64,26 @@ class Delivery:
         self._abandon = abandon
         self._feed = TurnFeed(gateway.turns, tenant, turn_ids)
         self._has_started = False
+        self._began_at = time.monotonic()
 
     async def collect(self, request: Request) -> Response | None:
         """Fold all events; None when the reply is whole, an empty answer when the client has left.
 
         Raises ApiError for a turn without a reply, a fault of the service, or the gateway's time limit.
         """
-        with self._gateway.metrics.waiting("whole"):
-            self._feed.open()
-            try:
-                await while_connected(request, self._fold_all())
-            except ClientGone:
-                self._abandon()
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            except ApiError:
-                self._abandon()
-                raise
-            finally:
-                await self._feed.close()
+        self._gateway.metrics.begin_waiting("whole")
+        self._feed.open()
+        try:
+            await while_connected(request, self._fold_all())
+        except ClientGone:
+            self._abandon()
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except ApiError:
+            self._abandon()
+            raise
+        finally:
+            self._gateway.metrics.end_waiting("whole")
+            await self._feed.close()
         return None
 
     async def stream(self, request: Request) -> Response:
@@ -89,67 +91,85 @@ class Delivery:
 
         Raises ApiError when the first event already tells that there will be no reply.
         """
+        self._gateway.metrics.begin_waiting("stream")
         self._feed.open()
         try:
-            first = await while_connected(request, self._feed.next(self._gateway.settings.first_event_s))
-            frames = self._fold(first) if first else None
-        except BaseException as error:
-            await self._feed.close()
-            if not isinstance(error, ClientGone):
-                raise
+            first = await while_connected(request, self._next(self._gateway.settings.first_event_s))
+            frames = self._folder.add(first) if first else None
+        except (ClientGone, ApiError) as error:
+            await self._close()
             self._abandon()
+            if isinstance(error, ApiError):
+                raise
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return EventStream(self._chunks(frames), self._abandon)
+        except BaseException:
+            await self._close()
+            raise
+        return EventStream(self._chunks(frames), self._abandon, self._close)
+
+    async def _close(self) -> None:
+        self._gateway.metrics.end_waiting("stream")
+        await self._feed.close()
 
     async def _fold_all(self) -> None:
         give_up_at = time.monotonic() + self._gateway.settings.request_timeout_s
         while not self._folder.is_done:
-            arrival = await self._feed.next(_TICK_S)
+            arrival = await self._next_or_tick()
             if arrival is not None:
-                self._fold(arrival)
-            else:
-                self._gateway.fleet.check_served(self._model, self._has_started)
+                self._folder.add(arrival)
             if not self._folder.is_done and time.monotonic() > give_up_at:
                 raise TimedOut(
                     f"no reply within {self._gateway.settings.request_timeout_s:g} s; use a stream or 'background'",
                     code="timeout",
                 )
 
-    def _fold(self, arrival: Arrival) -> list[Frame]:
-        self._has_started = True
-        return self._folder.add(arrival)
+    async def _next(self, timeout_s: float) -> Arrival | None:
+        arrival = await self._feed.next(timeout_s)
+        if arrival is not None and not self._has_started:
+            self._has_started = True
+            self._gateway.metrics.first_event.observe(time.monotonic() - self._began_at)
+        return arrival
+
+    async def _next_or_tick(self) -> Arrival | None:
+        """The next event, None about every second without one.
+
+        Raises Unavailable when the reply can't go on, or not on this gateway.
+        """
+        if self._gateway.stopping.is_over:
+            raise Unavailable(
+                "this gateway stops; a reply that was asked for with an idempotency key can be resumed elsewhere",
+                code="gateway_stopping",
+            )
+        arrival = await self._next(_TICK_S)
+        if arrival is None:
+            self._gateway.fleet.check_served(self._model, self._has_started)
+        return arrival
 
     async def _chunks(self, first: list[Frame] | None) -> AsyncIterator[bytes]:
-        with self._gateway.metrics.waiting("stream"):
-            try:
-                yield HEARTBEAT if first is None else b"".join(map(encode, first))
-                async for chunk in self._rest():
-                    yield chunk
-                for chunk in self._folder.closing():
-                    yield chunk
-            except ApiError as error:
-                for chunk in self._folder.fault(error):
-                    yield chunk
-                self._abandon()
-            except Exception:
+        try:
+            yield HEARTBEAT if first is None else b"".join(map(encode, first))
+            async for chunk in self._rest():
+                yield chunk
+            for chunk in self._folder.closing():
+                yield chunk
+        except Exception as error:
+            if not isinstance(error, ApiError):
                 logger.exception("a stream ended by a fault of the gateway")
-                for chunk in self._folder.fault(ApiError("internal error", code="server_error")):
-                    yield chunk
-                self._abandon()
-            finally:
-                await self._feed.close()
+            fault = error if isinstance(error, ApiError) else ApiError("internal error", code="server_error")
+            for chunk in self._folder.fault(fault):
+                yield chunk
+            self._abandon()
 
     async def _rest(self) -> AsyncIterator[bytes]:
         heartbeat_at = time.monotonic() + self._gateway.settings.heartbeat_s
         while not self._folder.is_done:
-            arrival = await self._feed.next(_TICK_S)
+            arrival = await self._next_or_tick()
             if arrival is not None:
-                yield b"".join(map(encode, self._fold(arrival)))
-            else:
-                self._gateway.fleet.check_served(self._model, self._has_started)
-                if time.monotonic() < heartbeat_at:
-                    continue
+                yield b"".join(map(encode, self._folder.add(arrival)))
+            elif time.monotonic() >= heartbeat_at:
                 yield HEARTBEAT
+            else:
+                continue
             heartbeat_at = time.monotonic() + self._gateway.settings.heartbeat_s
 
 

@@ -53,7 +53,7 @@ class FleetMonitor:
         self._settings = settings
         self._metrics = metrics
         self._sight: _Sight | None = None
-        self._seen_at = time.monotonic()
+        self._opened_at = self._seen_at = time.monotonic()
         self._beat_at: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
         metrics.event_subscriptions.set_function(lambda: turns.num_followed)
@@ -112,7 +112,7 @@ class FleetMonitor:
         limit = self._settings.unserved_s
         if now - self._seen_at > limit:
             raise Unavailable("turn control is out of reach for now", code="control_unavailable")
-        if has_started and now - self._beat_at.get(model, self._seen_at) > limit:
+        if has_started and now - self._beat_at.get(model, self._opened_at) > limit:
             raise Unavailable("no worker is left to finish the reply", code="no_worker")
 
     def unready_reason(self) -> Reason | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+import time
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -21,6 +22,28 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _MAX_KEY_CHARS = 255
 
 
+class Stopping:
+    """Whether this process has been asked to stop, and whether open replies have had their grace time."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """The process has been asked to stop."""
+        self._since = time.monotonic()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether no new traffic should come."""
+        return self._since is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether open replies must end now."""
+        return self._since is not None and time.monotonic() - self._since >= self._grace_s
+
+
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """The parts of one gateway process."""
@@ -31,6 +54,7 @@ class Gateway:
     fleet: FleetMonitor
     sizer: PromptSizer
     metrics: GatewayMetrics
+    stopping: Stopping
 
 
 def gateway_of(request: Request) -> Gateway:

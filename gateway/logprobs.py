@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+IMPOSSIBLE = -9999.0
+
 
 def chat_logprobs(entries: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The `logprobs` object of a chat choice."""
@@ -23,4 +25,9 @@ def token_logprobs(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _token(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": float(logprob), "bytes": list(token.encode("utf-8"))}
+    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode("utf-8"))}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; a token that cannot be drawn gets OpenAI's own stand-in."""
+    return max(float(logprob), IMPOSSIBLE)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -33,6 +32,12 @@ class GatewayMetrics:
             "kvalet_http_request_seconds",
             "Time to the response's headers",
             ["method", "route"],
+            buckets=_BUCKETS,
+            registry=self.registry,
+        )
+        self.first_event = Histogram(
+            "kvalet_first_event_seconds",
+            "Time from accept to the first event of a turn",
             buckets=_BUCKETS,
             registry=self.registry,
         )
@@ -87,16 +92,15 @@ class GatewayMetrics:
         for worker_id, model, age_s in heartbeats:
             self._heartbeat_age.labels(worker_id, model).set(age_s)
 
-    @contextmanager
-    def waiting(self, kind: str) -> Iterator[None]:
-        """Count a request as waiting (`whole` or `stream`) while the block runs."""
+    def begin_waiting(self, kind: str) -> None:
+        """Count a request that waits for a reply, `whole` or `stream`, until `end_waiting`."""
         self.open_requests += 1
         self._waiting.labels(kind).inc()
-        try:
-            yield
-        finally:
-            self.open_requests -= 1
-            self._waiting.labels(kind).dec()
+
+    def end_waiting(self, kind: str) -> None:
+        """See `begin_waiting`."""
+        self.open_requests -= 1
+        self._waiting.labels(kind).dec()
 
     def render(self) -> bytes:
         """The text exposition."""

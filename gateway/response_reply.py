@@ -159,7 +159,7 @@ class ResponseStream:
         turn = replace(
             self._turn,
             state=state,
-            ended_at=time.time() if terminal else None,
+            ended_at=(self._turn.ended_at or time.time()) if terminal else None,
             finish_reason=terminal.finish_reason if terminal else None,
             output_text="".join(self._text),
             usage=terminal.usage if terminal else {},

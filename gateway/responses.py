@@ -53,6 +53,8 @@ async def create_response(request: Request) -> Response:
     turn = await _turn(gateway, principal, turn_id)
     if asked.background and not asked.stream:
         return JSONResponse(response_object(turn), status_code=202)
+    if turn.state.is_terminal and not asked.stream:
+        return JSONResponse(response_object(turn))
     keep = asked.store or key is not None
     abandon = leave_running if keep else cancel_all(gateway, principal.tenant, [turn_id])
     folder = ResponseFolder(turn, after)

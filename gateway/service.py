@@ -9,12 +9,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import NotFound
+from gateway.fleet import Reason
 from gateway.http import Gateway, admin_of, gateway_of, principal_of
 from workers.registry import ModelRecord
 
 router = APIRouter()
 fallback = APIRouter()
 
+STOPPING = Reason("stopping", "this gateway stops")
 _ALL_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
@@ -54,7 +56,8 @@ async def health() -> Response:
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 when an accepted turn would run now, else 503 with the reason."""
-    reason = gateway_of(request).fleet.unready_reason()
+    gateway = gateway_of(request)
+    reason = STOPPING if gateway.stopping.has_begun else gateway.fleet.unready_reason()
     if reason is None:
         return JSONResponse({"status": "ready"})
     return JSONResponse({"status": "unready", "reason": reason.code, "message": reason.message}, status_code=503)

@@ -41,15 +41,18 @@ def encode(frame: Frame) -> bytes:
 
 
 class EventStream(Response):
-    """Sends chunks as they come; when the client leaves, closes the iterator and calls `on_gone`."""
+    """Sends chunks as they come. `on_gone` is called when the client leaves first, `on_end` in every case, last."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[bytes], on_gone: Callable[[], None], on_end: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._on_gone = on_gone
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the chunks end or the client is gone."""
@@ -59,12 +62,13 @@ class EventStream(Response):
             await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
-                return
-            self._on_gone()
+            else:
+                self._on_gone()
         except OSError:
             self._on_gone()
         finally:
             await _end(pump, watch)
+            await self._on_end()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

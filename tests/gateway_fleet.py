@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 from tokenizers import Tokenizer
 
-from gateway.app import create_app
+from gateway.server import GatewayServer
 from gateway.settings import GatewaySettings
 from snapshot_store.transcript import TranscriptEntry
 from tests.services import ValkeyServer
@@ -30,7 +29,7 @@ from workers.turns.control import TurnControl, connect
 from workers.turns.errors import TurnControlError
 from workers.turns.events import EventKind, TurnEvent, TurnState
 from workers.turns.leasing import Claimant
-from workers.turns.records import ClaimedTurn, TurnRequest
+from workers.turns.records import ClaimedTurn, Lease, TurnRequest
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -71,6 +70,7 @@ class FakeWorker:
     seen: list[TurnRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     num_deltas: int = 0
+    _leases: dict[str, Lease] = field(default_factory=dict)
     _alive: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -120,6 +120,7 @@ class FakeWorker:
             if self._beating.wait(0.2):
                 with suppress(TurnControlError):
                     self._beat(control)
+                    control.run(calls.renew(list(self._leases.values())))
                     control.run(calls.sweep())
                 time.sleep(0.3)
 
@@ -127,14 +128,19 @@ class FakeWorker:
         control = self._control()
         claimant = Claimant(self.worker_id, f"{self.worker_id}-boot", (MODEL,), lease_s=2.0)
         while self._alive.is_set():
+            claimed = None
             try:
                 claimed = control.run(calls.claim("", claimant))
                 if claimed is None:
                     time.sleep(0.02)
-                else:
-                    self._run(control, claimed)
+                    continue
+                self._leases[claimed.lease.turn_id] = claimed.lease
+                self._run(control, claimed)
             except TurnControlError:
                 time.sleep(0.1)
+            finally:
+                if claimed is not None:
+                    self._leases.pop(claimed.lease.turn_id, None)
 
     def _run(self, control: TurnControl, claimed: ClaimedTurn) -> None:
         request = claimed.request
@@ -181,12 +187,12 @@ class FakeWorker:
 @contextmanager
 def gateway(server: ValkeyServer, **settings: Any) -> Iterator[str]:
     """Serve a gateway on a free loopback port; yields its root URL."""
-    app = create_app(gateway_settings(server, **settings))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2)
-    served = uvicorn.Server(config)
+    served = GatewayServer(
+        gateway_settings(server, port=port, **{"shutdown_grace_s": 2, "log_level": "warning", **settings})
+    )
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     wait_until(lambda: served.started)
