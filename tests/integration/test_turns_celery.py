@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
+from celery import Celery
+
 from tests.services import ValkeyServer
 from tests.worker_process import CeleryWorker, Fleet, wait_until
+from workers.dispatch import Dispatcher, celery_options
 from workers.turns import calls
+from workers.turns.errors import ControlUnavailable
 from workers.turns.events import TurnState
 from workers.turns.outcomes import Dispatch
 
@@ -120,6 +125,40 @@ def test_worker_with_unusable_settings_exits_naming_the_variable(start_worker: S
     worker = start_worker("w1", slots="many")
     assert worker.process.wait(20) != 0
     assert "slots" in worker.text()
+
+
+def test_worker_whose_service_cannot_start_exits_non_zero_with_the_reason(start_worker: StartWorker) -> None:
+    worker = start_worker("w1", app="tests.failing_worker_app")
+    assert worker.process.wait(20) != 0
+    assert "is damaged" in worker.text()
+
+
+def test_worker_told_to_stop_while_idle_leaves_within_seconds(start_worker: StartWorker) -> None:
+    worker = start_worker("w1").wait_ready()
+    assert worker.terminate(timeout_s=8) == 0
+
+
+def test_worker_answers_celery_inspect_with_its_queues(start_worker: StartWorker, control_server: ValkeyServer) -> None:
+    start_worker("w1").wait_ready()
+    app = Celery(set_as_current=False)
+    app.conf.update(celery_options(control_server.url))
+    active = app.control.inspect(timeout=5, limit=1).active_queues()
+    assert {queue["name"] for queue in active["w1@test"]} == {"kvalet.model.tiny", "kvalet.worker.w1"}
+
+
+def test_dispatch_on_a_dead_server_raises_and_works_again_after_its_start(
+    start_server: Callable[..., ValkeyServer],
+) -> None:
+    server = start_server("control")
+    dispatcher = Dispatcher(server.url)
+    message = Dispatch("a", "tiny", None)
+    dispatcher.send(message)
+    server.kill()
+    with pytest.raises(ControlUnavailable):
+        dispatcher.send(message)
+    server.start()
+    dispatcher.send(message)
+    dispatcher.close()
 
 
 def test_dead_workers_queue_is_deleted(fleet: Fleet, start_worker: StartWorker, control_server: ValkeyServer) -> None:
