@@ -49,7 +49,7 @@ class FileTruncated(ModelFileError):
     """A model file is shorter than its header says. Raised at load; fetch the file again."""
 
     def __init__(self, field: str, needed: int, size: int) -> None:
-        super().__init__(field, needed, f"file short by {needed - size} bytes")
+        super().__init__(f"end of {field}", needed, f"file short by {needed - size} bytes")
         self.short_by = needed - size
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpu.errors import ModelFileError
 from gpu.model.config import ModelConfig
 from gpu.model.digest import weights_digest
 from gpu.model.gguf_source import GgufSource
@@ -49,8 +50,21 @@ def open_model(path: Path, cache_dir: Path | None = None) -> LoadedSource:
     """Open a GGUF file, a safetensors file or a model directory; weights are read later.
 
     cache_dir: where the weights digest is kept, the user's cache directory by default.
-    Raises ModelFileError or TokenizerError.
+    Raises ModelFileError or TokenizerError, with the path as a note.
     """
+    try:
+        return _open(path, cache_dir or user_cache_dir())
+    except (ModelFileError, TokenizerError) as error:
+        error.add_note(f"model: {path}")
+        raise
+
+
+def user_cache_dir() -> Path:
+    """`kvalet` in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvalet"
+
+
+def _open(path: Path, cache_dir: Path) -> LoadedSource:
     source = open_source(path)
     if isinstance(source, GgufSource):
         bundle = bundle_from_gguf(source.file.tokenizer_metadata())
@@ -59,10 +73,5 @@ def open_model(path: Path, cache_dir: Path | None = None) -> LoadedSource:
     tokenizer = Tokenizer(bundle)
     if tokenizer.vocab_size > source.config.vocab_size:
         raise TokenizerError("vocabulary", tokenizer.vocab_size, f"the model embeds {source.config.vocab_size} ids")
-    digest = weights_digest(source, cache_dir or user_cache_dir())
+    digest = weights_digest(source, cache_dir)
     return LoadedSource(path.name if path.is_dir() else path.stem, source, tokenizer, digest)
-
-
-def user_cache_dir() -> Path:
-    """`kvalet` in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvalet"

@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 
+from gpu.errors import ModelFileError
 from gpu.model.load import open_source
 from tests.model_files import (
     byte_vocabulary,
@@ -255,3 +256,10 @@ def test_added_token_whose_id_the_library_would_change_is_refused(tmp_path: Path
     (tmp_path / "tokenizer.json").write_text(json.dumps(published))
     with pytest.raises(TokenizerError, match="control_ids=516"):
         Tokenizer(bundle_from_files(tmp_path))
+
+
+def test_model_that_cannot_be_opened_names_its_path_in_a_note(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelFileError) as caught:
+        open_model(tmp_path / "bad.gguf", tmp_path)
+    assert caught.value.__notes__ == [f"model: {tmp_path / 'bad.gguf'}"]
