@@ -217,6 +217,34 @@ def stack(server: ValkeyServer, *workers: FakeWorker, **settings: Any) -> Iterat
             worker.join()
 
 
+@dataclass(frozen=True, slots=True)
+class SharedStack:
+    """A gateway and a worker that several tests use one after the other."""
+
+    url: str
+    server: ValkeyServer
+    worker: FakeWorker
+
+    def fresh_worker(self) -> FakeWorker:
+        """The worker without a past, echoing."""
+        self.worker.script = echo
+        self.worker.seen.clear()
+        self.worker.cancelled.clear()
+        return self.worker
+
+
+@contextmanager
+def shared_stack(**settings: Any) -> Iterator[SharedStack]:
+    """A gateway with one worker on a server of its own, for a whole module."""
+    server = ValkeyServer("control").start()
+    try:
+        worker = FakeWorker(server)
+        with stack(server, worker, **settings) as url:
+            yield SharedStack(url, server, worker)
+    finally:
+        server.remove()
+
+
 def gateway_settings(server: ValkeyServer, **settings: Any) -> GatewaySettings:
     """Settings for a gateway on `server`."""
     return GatewaySettings(KVALET_CONTROL_URL=server.url, **settings)

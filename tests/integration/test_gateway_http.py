@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,27 +13,49 @@ import httpx
 import pytest
 
 from gateway.auth import hash_key
-from tests.gateway_fleet import MODEL, FakeWorker, Script, chat_body, frames_of, gateway, stack, wait_until
+from tests.gateway_fleet import (
+    MODEL,
+    FakeWorker,
+    Script,
+    SharedStack,
+    chat_body,
+    frames_of,
+    gateway,
+    shared_stack,
+    stack,
+    wait_until,
+)
 from tests.services import ValkeyServer
 
 
-@pytest.fixture
-def worker(control_server: ValkeyServer) -> FakeWorker:
-    return FakeWorker(control_server)
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedStack]:
+    with shared_stack() as running:
+        yield running
 
 
 @pytest.fixture
-def client(control_server: ValkeyServer, worker: FakeWorker) -> Iterator[httpx.Client]:
-    with stack(control_server, worker) as url, httpx.Client(base_url=url, timeout=20) as http:
+def worker(shared: SharedStack) -> FakeWorker:
+    return shared.fresh_worker()
+
+
+@pytest.fixture
+def client(shared: SharedStack, worker: FakeWorker) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=20) as http:
         yield http
 
 
 @pytest.fixture
-def tenants(control_server: ValkeyServer, worker: FakeWorker, tmp_path: Path) -> Iterator[dict[str, httpx.Client]]:
+def key() -> dict[str, str]:
+    return {"Idempotency-Key": secrets.token_hex(8)}
+
+
+@pytest.fixture
+def tenants(control_server: ValkeyServer, tmp_path: Path) -> Iterator[dict[str, httpx.Client]]:
     keys = {"acme": "sk-a", "beta": "sk-b", "ops": "sk-o"}
     lines = [f"{hash_key(key)} {tenant} {'main admin' if tenant == 'ops' else ''}" for tenant, key in keys.items()]
     (tmp_path / "keys").write_text("\n".join(lines))
-    with stack(control_server, worker, keys_file=tmp_path / "keys") as url:
+    with stack(control_server, FakeWorker(control_server), keys_file=tmp_path / "keys") as url:
         clients = {
             tenant: httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=20)
             for tenant, key in keys.items()
@@ -104,9 +127,9 @@ def test_http_workers_are_listed_for_admin_keys_only(tenants: dict[str, httpx.Cl
     assert [w["id"] for w in tenants["ops"].get("/v1/workers").json()["data"]] == ["w1"]
 
 
-def test_http_same_idempotency_key_is_one_turn(client: httpx.Client, worker: FakeWorker) -> None:
+def test_http_same_idempotency_key_is_one_turn(client: httpx.Client, worker: FakeWorker, key: dict[str, str]) -> None:
     def post(_: int) -> httpx.Response:
-        return client.post("/v1/responses", json=response_body(), headers={"Idempotency-Key": "k1"})
+        return client.post("/v1/responses", json=response_body(), headers=key)
 
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(post, range(10)))
@@ -114,33 +137,32 @@ def test_http_same_idempotency_key_is_one_turn(client: httpx.Client, worker: Fak
     assert len(worker.seen) == 1
 
 
-def test_http_idempotency_key_with_another_body_is_a_conflict(client: httpx.Client) -> None:
+def test_http_idempotency_key_with_another_body_is_a_conflict(client: httpx.Client, key: dict[str, str]) -> None:
     for body, status in ((response_body("a"), 200), (response_body("b"), 409)):
-        answer = client.post("/v1/responses", json=body, headers={"Idempotency-Key": "k1"})
+        answer = client.post("/v1/responses", json=body, headers=key)
         assert answer.status_code == status
 
 
-def test_http_idempotent_chat_with_choices_is_one_turn_each(client: httpx.Client, worker: FakeWorker) -> None:
-    answers = [
-        client.post("/v1/chat/completions", json=chat_body(n=2), headers={"Idempotency-Key": "k1"}).json()
-        for _ in range(2)
-    ]
+def test_http_idempotent_chat_with_choices_is_one_turn_each(
+    client: httpx.Client, worker: FakeWorker, key: dict[str, str]
+) -> None:
+    answers = [client.post("/v1/chat/completions", json=chat_body(n=2), headers=key).json() for _ in range(2)]
     assert (answers[0]["id"], answers[0]["created"]) == (answers[1]["id"], answers[1]["created"])
     assert len(worker.seen) == 2
 
 
-@pytest.mark.parametrize("key", ["", "x" * 256])
-def test_http_unusable_idempotency_key_is_refused(client: httpx.Client, key: str) -> None:
-    answer = client.post("/v1/responses", json=response_body(), headers={"Idempotency-Key": key})
+@pytest.mark.parametrize("bad", ["", "x" * 256])
+def test_http_unusable_idempotency_key_is_refused(client: httpx.Client, bad: str) -> None:
+    answer = client.post("/v1/responses", json=response_body(), headers={"Idempotency-Key": bad})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
 
 
 def test_http_chat_stream_resumes_on_another_gateway(
-    client: httpx.Client, control_server: ValkeyServer, worker: FakeWorker
+    client: httpx.Client, shared: SharedStack, worker: FakeWorker, key: dict[str, str]
 ) -> None:
-    body, headers = chat_body(stream=True), {"Idempotency-Key": "k1"}
+    body, headers = chat_body(stream=True), key
     whole = frames_of(client.post("/v1/chat/completions", json=body, headers=headers).text)
-    with gateway(control_server) as other:
+    with gateway(shared.server) as other:
         for seen in (0, 2, len(whole) - 2):
             last_id = {"Last-Event-ID": whole[seen].frame_id or ""}
             resumed = httpx.post(f"{other}/v1/chat/completions", json=body, headers={**headers, **last_id})
@@ -148,12 +170,10 @@ def test_http_chat_stream_resumes_on_another_gateway(
     assert len(worker.seen) == 1
 
 
-def test_http_response_stream_resumes_by_header_on_another_gateway(
-    client: httpx.Client, control_server: ValkeyServer
-) -> None:
+def test_http_response_stream_resumes_by_header_on_another_gateway(client: httpx.Client, shared: SharedStack) -> None:
     whole = frames_of(client.post("/v1/responses", json=response_body(stream=True)).text)
     turn = whole[0].json["response"]["id"]
-    with gateway(control_server) as other:
+    with gateway(shared.server) as other:
         resumed = httpx.get(f"{other}/v1/responses/{turn}?stream=true", headers={"Last-Event-ID": "4"})
     assert [f.frame_id for f in frames_of(resumed.text)] == [f.frame_id for f in whole[5:]]
 
@@ -205,9 +225,8 @@ def test_http_deadline_passed_ends_the_turn_expired(client: httpx.Client, worker
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_http_slow_first_event_opens_the_stream_with_a_heartbeat(
-    control_server: ValkeyServer, worker: FakeWorker
-) -> None:
+def test_http_slow_first_event_opens_the_stream_with_a_heartbeat(control_server: ValkeyServer) -> None:
+    worker = FakeWorker(control_server)
     release = threading.Event()
 
     def late(_: Any) -> Script:
@@ -225,9 +244,8 @@ def test_http_slow_first_event_opens_the_stream_with_a_heartbeat(
         assert [line for line in lines if line.startswith("data")][-1] == "data: [DONE]"
 
 
-def test_http_whole_reply_beyond_the_time_limit_is_504_and_cancelled(
-    control_server: ValkeyServer, worker: FakeWorker
-) -> None:
+def test_http_whole_reply_beyond_the_time_limit_is_504_and_cancelled(control_server: ValkeyServer) -> None:
+    worker = FakeWorker(control_server)
     worker.script = lambda _: Script(("x ",) * 1000, pause_s=0.05)
     with stack(control_server, worker, request_timeout_s=0.5) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=20)
@@ -235,7 +253,8 @@ def test_http_whole_reply_beyond_the_time_limit_is_504_and_cancelled(
         wait_until(lambda: bool(worker.cancelled))
 
 
-def test_http_requests_beyond_the_process_limit_are_429(control_server: ValkeyServer, worker: FakeWorker) -> None:
+def test_http_requests_beyond_the_process_limit_are_429(control_server: ValkeyServer) -> None:
+    worker = FakeWorker(control_server)
     worker.script = lambda _: Script(("x ",) * 100, pause_s=0.05)
     with (
         stack(control_server, worker, max_streams=1) as url,
@@ -249,10 +268,10 @@ def test_http_requests_beyond_the_process_limit_are_429(control_server: ValkeySe
 
 def test_http_metrics_show_demand_slots_and_requests(client: httpx.Client) -> None:
     client.post("/v1/responses", json=response_body())
-    wait_until(lambda: f'kvalet_model_slots{{model="{MODEL}"}} 4.0' in client.get("/metrics").text)
+    for line in ("kvalet_demand 0.0", f'kvalet_model_slots{{model="{MODEL}"}} 4.0'):
+        wait_until(lambda line=line: line in client.get("/metrics").text)
     text = client.get("/metrics").text
-    assert "kvalet_demand 0.0" in text
-    assert 'kvalet_http_requests_total{method="POST",route="/v1/responses",status="200"} 1.0' in text
+    assert 'kvalet_http_requests_total{method="POST",route="/v1/responses",status="200"}' in text
     assert 'kvalet_worker_heartbeat_age_seconds{model="tiny",worker="w1"}' in text
 
 

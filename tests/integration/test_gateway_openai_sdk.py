@@ -8,22 +8,26 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.gateway_fleet import MODEL, FakeWorker, Script, stack
-from tests.services import ValkeyServer
+from tests.gateway_fleet import MODEL, FakeWorker, Script, SharedStack, shared_stack
 
 TEXT = "the quick brown fox"
 HI = [{"role": "user", "content": TEXT}]
 
 
-@pytest.fixture
-def worker(control_server: ValkeyServer) -> FakeWorker:
-    return FakeWorker(control_server)
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedStack]:
+    with shared_stack() as running:
+        yield running
 
 
 @pytest.fixture
-def url(control_server: ValkeyServer, worker: FakeWorker) -> Iterator[str]:
-    with stack(control_server, worker) as root:
-        yield root
+def worker(shared: SharedStack) -> FakeWorker:
+    return shared.fresh_worker()
+
+
+@pytest.fixture
+def url(shared: SharedStack, worker: FakeWorker) -> str:
+    return shared.url
 
 
 @pytest.fixture
