@@ -138,6 +138,14 @@ def test_sentence_pieces_merge_by_score() -> None:
     assert [tokenizer.token_text(token_id) for token_id in ids] == [" hello", " world"]
 
 
+@pytest.mark.parametrize("score", ["x", float("nan"), float("inf"), None])
+def test_sentence_piece_scores_that_cannot_rank_are_refused(score: object) -> None:
+    vocabulary = sentence_pieces()
+    vocabulary["tokenizer.ggml.scores"][-1] = score
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.scores"):
+        bundle_from_gguf(vocabulary)
+
+
 def test_sentence_pieces_fall_back_to_bytes() -> None:
     tokenizer = Tokenizer(bundle_from_gguf(sentence_pieces()))
     ids = tokenizer.encode_text("é")
@@ -199,6 +207,13 @@ def test_generation_configuration_adds_end_ids(tmp_path: Path) -> None:
         ("{}", "decoder"),
         ('{"decoder": {"type": "WordPiece"}}', "WordPiece"),
         ('{"decoder": {"type": "ByteLevel"}}', "model"),
+        ('{"decoder": 7}', "decoder"),
+        ('{"decoder": {"decoders": [1]}}', "decoders"),
+        ('{"decoder": {"type": "ByteLevel"}, "normalizer": ["x"]}', "normalizer"),
+        ('{"decoder": {"type": "ByteLevel"}, "pre_tokenizer": {"pretokenizers": 1}}', "pretokenizers"),
+        ('{"decoder": {"type": "ByteLevel"}, "model": {"vocab": {"a": "b"}}}', "vocabulary"),
+        ('{"decoder": {"type": "ByteLevel"}, "model": {"vocab": {"a": 0}}, "added_tokens": [1]}', "added_tokens"),
+        ('{"decoder": {"type": "ByteLevel"}, "model": {"vocab": {"a": 0}}, "added_tokens": [{}]}', "added_tokens"),
     ],
 )
 def test_tokenizer_json_that_cannot_be_used_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final
@@ -61,6 +62,8 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: list[str], types: Seque
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, Sequence) or len(scores) != len(tokens):
         raise TokenizerError("tokenizer.ggml.scores", type(scores).__name__, f"one for each of {len(tokens)} tokens")
+    if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
+        raise TokenizerError("tokenizer.ggml.scores", scores[:3], "must be finite numbers")
     unknown = next((tokens[index] for index, kind in enumerate(types) if kind == TokenType.UNKNOWN), None)
     tokenizer = {
         "version": "1.0",

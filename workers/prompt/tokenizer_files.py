@@ -27,7 +27,7 @@ def bundle_from_files(directory: Path) -> TokenizerBundle:
     for key in ("post_processor", "truncation", "padding"):
         tokenizer[key] = None
     ids = _token_ids(tokenizer)
-    control = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ()) if token.get("special")}
+    control = {token["content"]: token["id"] for token in _added_tokens(tokenizer) if token.get("special")}
     bos_id, eos_id = (ids.get(_token_text(config.get(f"{name}_token"))) for name in ("bos", "eos"))
     return TokenizerBundle(
         tokenizer_json=json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")),
@@ -43,8 +43,7 @@ def bundle_from_files(directory: Path) -> TokenizerBundle:
 
 
 def _piece_style(tokenizer: dict[str, Any]) -> PieceStyle:
-    decoder = tokenizer.get("decoder") or {}
-    kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
+    kinds = {step.get("type") for step in _steps(tokenizer, "decoder", "decoders")}
     if "ByteLevel" in kinds:
         return PieceStyle.BYTE_LEVEL
     if kinds & {"ByteFallback", "Metaspace"}:
@@ -54,14 +53,12 @@ def _piece_style(tokenizer: dict[str, Any]) -> PieceStyle:
 
 def _remove_space_prefix(tokenizer: dict[str, Any]) -> bool:
     """Take automatic leading spaces out, since `Tokenizer` adds them where they belong; True if there were any."""
-    normalizer = tokenizer.get("normalizer") or {}
-    steps = normalizer.get("normalizers", [])
+    steps = _steps(tokenizer, "normalizer", "normalizers")
     kept = [step for step in steps if step.get("type") != "Prepend"]
     found = len(kept) != len(steps)
     if found:
-        normalizer["normalizers"] = kept
-    pre = tokenizer.get("pre_tokenizer") or {}
-    for step in pre.get("pretokenizers", [pre]):
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": kept}
+    for step in _steps(tokenizer, "pre_tokenizer", "pretokenizers"):
         if step.get("type") == "Metaspace":
             found = found or step.get("prepend_scheme", "always") != "never"
             step["prepend_scheme"] = "never"
@@ -74,10 +71,31 @@ def _token_ids(tokenizer: dict[str, Any]) -> dict[str | None, int]:
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):
-        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
-    if not isinstance(vocabulary, dict):
+        pieces = [entry[0] for entry in vocabulary if isinstance(entry, list) and entry]
+        vocabulary = {str(piece): index for index, piece in enumerate(pieces)}
+    if not isinstance(vocabulary, dict) or not all(type(token_id) is int for token_id in vocabulary.values()):
         raise TokenizerError("tokenizer.json model", type(model).__name__, "must hold a vocabulary")
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return vocabulary | {token["content"]: token["id"] for token in _added_tokens(tokenizer)}
+
+
+def _added_tokens(tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
+    tokens = _objects(tokenizer.get("added_tokens") or [], "added_tokens")
+    for token in tokens:
+        if not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
+            raise TokenizerError("tokenizer.json added_tokens", token, "needs content and id")
+    return tokens
+
+
+def _steps(tokenizer: dict[str, Any], part: str, nested: str) -> list[dict[str, Any]]:
+    """A processing part as a list of steps: a part is one step, a sequence of steps, or null."""
+    whole = _objects([tokenizer.get(part) or {}], part)[0]
+    return _objects(whole.get(nested, [whole]), f"{part}.{nested}")
+
+
+def _objects(value: object, field: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise TokenizerError(f"tokenizer.json {field}", type(value).__name__, "must hold objects")
+    return value
 
 
 def _token_text(value: object) -> str | None:
@@ -112,7 +130,8 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         return _read_text(file, MAX_CONFIG_BYTES)
     value = config.get("chat_template")
     if isinstance(value, list):
-        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in _objects(value, "chat_template")}
+        value = named.get("default")
     return value if isinstance(value, str) else None
 
 
