@@ -50,8 +50,8 @@ def test_two_secrets_among_evictions_stay_with_their_conversations(make_fleet: M
         assert fleet.view(turn_ids[-1]).usage["cached_tokens"] > 0, "not exercised"
     fresh = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FRESH}]
     asked = fleet.accept(fresh, stateless=True, max_tokens=24)
-    alone = reference.accept(fresh, stateless=True, max_tokens=24, scope="key", key_id="other")
     assert fleet.run("a", asked).usage["cached_tokens"] > 0, "not exercised"
+    alone = reference.accept(fresh, stateless=True, max_tokens=24, scope="key", key_id="other")
     reference.run("alone", alone)
     assert fleet.token_ids(asked) == reference.token_ids(alone)
     assert fleet.worker("a").engine.cache.stats().evictions > 0, "not exercised: nothing was evicted"

@@ -12,18 +12,20 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.gateway_fleet import MODEL, FakeWorker, stack, wait_until
-from tests.services import ValkeyServer
+from tests.gateway_fleet import MODEL, SharedStack, shared_stack, wait_until
 
 STREAM_TTL_S = 1
 
 
-@pytest.fixture
-def client(control_server: ValkeyServer) -> Iterator[httpx.Client]:
-    with (
-        stack(control_server, FakeWorker(control_server), stream_ttl_s=STREAM_TTL_S) as url,
-        httpx.Client(base_url=url, timeout=20) as http,
-    ):
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedStack]:
+    with shared_stack(stream_ttl_s=STREAM_TTL_S) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(shared: SharedStack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=30) as http:
         yield http
 
 

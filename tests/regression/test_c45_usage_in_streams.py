@@ -11,13 +11,18 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_fleet import FakeWorker, chat_body, frames_of, stack
-from tests.services import ValkeyServer
+from tests.gateway_fleet import SharedStack, chat_body, frames_of, shared_stack
 
 
-@pytest.fixture
-def client(control_server: ValkeyServer) -> Iterator[httpx.Client]:
-    with stack(control_server, FakeWorker(control_server)) as url, httpx.Client(base_url=url, timeout=20) as http:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedStack]:
+    with shared_stack() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(shared: SharedStack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=30) as http:
         yield http
 
 

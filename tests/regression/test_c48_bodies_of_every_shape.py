@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_fleet import MODEL, FakeWorker, chat_body, stack
-from tests.services import _session_server
+from tests.gateway_fleet import MODEL, SharedStack, chat_body, shared_stack
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "a"}]
@@ -23,10 +22,15 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    for server in _session_server("control"):
-        with stack(server, FakeWorker(server)) as url, httpx.Client(base_url=url, timeout=30) as http:
-            yield http
+def shared() -> Iterator[SharedStack]:
+    with shared_stack() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(shared: SharedStack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=30) as http:
+        yield http
 
 
 def messages(content: Any, role: str = "user") -> dict[str, Any]:

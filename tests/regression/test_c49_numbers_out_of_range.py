@@ -13,21 +13,25 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_fleet import CONTEXT, MODEL, FakeWorker, chat_body, stack
-from tests.services import _session_server
+from tests.gateway_fleet import CONTEXT, MODEL, FakeWorker, SharedStack, chat_body, shared_stack
 
 CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[FakeWorker]:
-    for server in _session_server("control"):
-        yield FakeWorker(server)
+def shared() -> Iterator[SharedStack]:
+    with shared_stack() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
-def client(worker: FakeWorker) -> Iterator[httpx.Client]:
-    with stack(worker.server, worker) as url, httpx.Client(base_url=url, timeout=30) as http:
+def worker(shared: SharedStack) -> FakeWorker:
+    return shared.worker
+
+
+@pytest.fixture(scope="module")
+def client(shared: SharedStack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=30) as http:
         yield http
 
 

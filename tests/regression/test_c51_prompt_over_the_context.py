@@ -13,22 +13,27 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_fleet import CONTEXT, MODEL, FakeWorker, Script, chat_body, stack, wait_until
-from tests.services import _session_server
+from tests.gateway_fleet import CONTEXT, MODEL, FakeWorker, Script, SharedStack, chat_body, shared_stack, wait_until
 
 # <|im_start|> u s e r \n ... <|im_end|> \n <|im_start|> a s s i s t a n t \n
 TEMPLATE_TOKENS = 1 + 5 + 1 + 1 + 1 + 10
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[FakeWorker]:
-    for server in _session_server("control"):
-        yield FakeWorker(server, script=lambda _: Script(("ok",)))
+def shared() -> Iterator[SharedStack]:
+    with shared_stack() as running:
+        running.worker.script = lambda _: Script(("ok",))
+        yield running
 
 
 @pytest.fixture(scope="module")
-def client(worker: FakeWorker) -> Iterator[httpx.Client]:
-    with stack(worker.server, worker) as url, httpx.Client(base_url=url, timeout=30) as http:
+def worker(shared: SharedStack) -> FakeWorker:
+    return shared.worker
+
+
+@pytest.fixture(scope="module")
+def client(shared: SharedStack) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=30) as http:
         yield http
 
 
