@@ -83,6 +83,7 @@ def test_kv_backend_without_tokens_and_without_a_sample_raises_plan_error(lab: L
 
 def test_kv_backend_decode_without_tokens_after_verify_raises_plan_error(lab: Lab) -> None:
     sequence = lab.cache.open()
+    lab.step(sequence, (1,), RowKind.DECODE)
     lab.step(sequence, (1, 2), RowKind.VERIFY)
     with pytest.raises(PlanError):
         lab.step(sequence, (), RowKind.DECODE)

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from gpu.errors import ModelFileError, UnsupportedModel
 from gpu.model.config import RopeScaling, RopeScalingKind
 from gpu.model.digest import compute_weights_digest, weights_digest
-from gpu.model.load import open_source
+from gpu.model.load import load_weights, open_source
 from gpu.model.quantized_groups import has_groups, read_groups
 from gpu.model.rope_factors import llama3_factors, rope_scaling_from_factors
 from gpu.model.tensors import WeightStorage
@@ -20,6 +21,7 @@ from tests.model_files import random_tensors, tiny_config, write_gguf, write_saf
 
 GROUPED = [kind for kind in GGMLQuantizationType if has_groups(kind)]
 HALVES = {"Q4_0": 1, "Q5_0": 1, "Q8_0": 1, "Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
+F32 = GGMLQuantizationType.F32
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG)
 
@@ -178,3 +180,16 @@ def test_part_of_a_split_model_is_refused_as_such(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, metadata={"split.count": 3})
     with pytest.raises(UnsupportedModel, match=r"split\.count=3"):
         open_source(path)
+
+
+def test_file_takes_no_memory_after_its_weights_were_loaded(tmp_path: Path) -> None:
+    config = tiny_config(vocab_size=60_000)  # 30 MB of embedding
+    source = open_source(write_gguf(tmp_path / "m.gguf", config, random_tensors(config), matrix_type=F32))
+    weights = load_weights(source)
+    assert mapped_bytes(tmp_path / "m.gguf") < 1 << 20
+    assert np.array_equal(source.matrix("token_embd.weight", None).codes, weights.embedding.codes)
+
+
+def mapped_bytes(path: Path) -> int:
+    """Resident bytes of this process's mappings of a file."""
+    return sum(part.rss for part in psutil.Process().memory_maps() if part.path == str(path))

@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 from gpu.cache import HoldKind, MirrorArena
-from gpu.errors import CapacityError, HoldViolation, LayoutError, MirrorDivergence, PlanError, WriteOutOfBounds
+from gpu.errors import (
+    CapacityError,
+    HoldViolation,
+    LayoutError,
+    MirrorDivergence,
+    PlanError,
+    UnprovenAppend,
+    WriteOutOfBounds,
+)
 from gpu.plan import RowKind, StepPlan
-from tests.kv_lab import Lab, chain, make_lab, park
+from gpu.simulated import Fault, StoreFault
+from tests.kv_lab import ChainModel, Lab, chain, make_lab, park
 
 TOKENS = tuple(range(1, 51))
 
@@ -162,6 +171,45 @@ def test_kv_truncate_under_a_launched_step_leaves_no_junk_behind() -> None:
     assert park(lab, sequence, TOKENS[:16]) == whole_page()
 
 
+def test_kv_truncate_under_launched_steps_sees_no_stray_write_in_their_early_stores() -> None:
+    """Mirror stores of a running step may be visible before its event; those behind a truncation are no alarm."""
+    lab = make_lab(backend="cpu")
+    sequence, model = lab.cache.open(), ChainModel(lab.layout)
+    lab.cache.reserve(sequence, 16)
+    steps = []
+    for token in (5, 99):
+        cells = lab.cache.begin_step(StepPlan((lab.entry(sequence, [token]),)))
+        model.run(np.array([token]), np.zeros(0, np.int64), cells, lab.cache)
+        steps.append(cells)
+    lab.cache.truncate(sequence, 1)
+    for cells in steps:
+        lab.cache.finish_step(cells)
+    assert (sequence.length, sequence.accepted) == (1, 1)
+
+
+def test_kv_page_accepted_under_its_running_step_is_not_sealable_before_the_event() -> None:
+    lab = make_lab()
+    sequence = lab.cache.open()
+    lab.cache.reserve(sequence, 16)
+    handle = lab.backend.launch(StepPlan((lab.entry(sequence, TOKENS[:16]),)))
+    lab.cache.truncate(sequence, 16)
+    assert not lab.cache.sealable(sequence)
+    handle.wait()
+    assert lab.cache.sealable(sequence) == range(1)
+
+
+def test_kv_page_accepted_under_a_step_that_fails_its_proof_is_never_sealable() -> None:
+    lab = make_lab()
+    sequence = lab.cache.open()
+    lab.cache.reserve(sequence, 16)
+    lab.backend.plant(StoreFault(Fault.SKIP_STORE))  # type: ignore[union-attr]
+    handle = lab.backend.launch(StepPlan((lab.entry(sequence, TOKENS[:16]),)))
+    lab.cache.truncate(sequence, 16)
+    with pytest.raises(UnprovenAppend):
+        handle.wait()
+    assert not lab.cache.sealable(sequence)
+
+
 def whole_page() -> dict[bytes, bytes]:
     lab = make_lab()
     sequence = lab.cache.open()
@@ -227,6 +275,18 @@ def test_kv_seal_of_a_known_digest_with_other_bytes_raises_mirror_divergence(lab
     lab.cache.seal(first, 0, b"d")
     with pytest.raises(MirrorDivergence):
         lab.cache.seal(second, 0, b"d")
+    assert not lab.cache.sealable(second)
+
+
+def test_kv_seal_that_goes_on_with_a_foreign_page_makes_the_sequence_foreign(lab: Lab) -> None:
+    filled = lab.cache.begin_fill(1)[0]
+    filled.buffer[:] = bytes(filled.buffer.nbytes)
+    lab.cache.fill(filled, b"d", own_numerics=False)
+    sequence = lab.cache.open()
+    lab.step(sequence, TOKENS[:32])
+    lab.cache.seal(sequence, 0, b"d")
+    assert not sequence.own_numerics
+    assert not lab.cache.seal(sequence, 1, b"e").page.own_numerics
 
 
 def test_kv_seal_behind_a_foreign_numerics_page_may_have_other_bytes(lab: Lab) -> None:

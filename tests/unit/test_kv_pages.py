@@ -94,6 +94,16 @@ def test_kv_pool_never_evicts_a_held_page() -> None:
         take(pool)
 
 
+def test_kv_pool_never_evicts_a_cached_page_that_was_held_again() -> None:
+    pool, _ = make_pool(1)
+    (page,) = take(pool)
+    pool.publish(page, b"a")
+    pool.release(page, HoldKind.SEQUENCE)
+    pool.hold(page, page.generation, HoldKind.SEQUENCE)
+    with pytest.raises(CapacityError):
+        take(pool)
+
+
 def test_kv_pool_dropped_page_is_not_found_and_freed_with_its_last_hold() -> None:
     pool, freed = make_pool()
     (page,) = take(pool)

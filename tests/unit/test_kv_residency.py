@@ -7,7 +7,8 @@ import pytest
 from gpu.cache import HoldKind, Sequence
 from gpu.errors import CapacityError, MirrorDivergence, UnprovenAppend
 from gpu.plan import StepPlan
-from tests.kv_lab import Lab, chain, make_lab
+from gpu.proof import Poison
+from tests.kv_lab import FORMATS, Lab, chain, make_lab
 
 TOKENS = tuple(range(1, 101))
 
@@ -77,6 +78,20 @@ def test_kv_residency_page_under_a_launched_step_keeps_its_slot() -> None:
     assert resident_depths(lab, sequence) == [0, 1]
     handle.wait()
     assert resident_depths(lab, sequence) == [1]
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_kv_residency_slot_of_a_new_page_is_poisoned(kv_format: str) -> None:
+    lab = make_lab(kv_format)
+    sequence = filled(lab, 16)
+    slot = lab.cache.memory.residency.slot(sequence.pages[0])
+    lab.cache.close(sequence)
+    reused = lab.cache.open()
+    lab.cache.reserve(reused, 16 * 16)
+    slots = [lab.cache.memory.residency.slot(page) for page in reused.pages]
+    assert slot in slots
+    pages = lab.cache.memory.device.arena.reshape(-1, lab.layout.page_bytes)
+    assert all(Poison(lab.layout).intact(pages[index]) for index in slots)
 
 
 def test_kv_residency_open_pages_evict_full_ones_when_slots_run_out() -> None:
