@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpu.errors import TensorMissing, UnsupportedModel
 from gpu.model.gguf_header import GgufArray, GgufTensor, parse_header
-from gpu.model.mapped_file import map_file
+from gpu.model.mapped_file import map_file, release_pages
 
 _PLAIN_TYPES: Final[dict[GGMLQuantizationType, Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
@@ -57,6 +57,10 @@ class GgufFile:
         for name in sorted(self.tensors):
             place = self.tensors[name]
             yield name, place.type.name, place.shape, view[place.offset : place.offset + place.num_bytes]
+
+    def release(self) -> None:
+        """Give back the memory of what was read; the file stays open."""
+        release_pages(self._data)
 
     def tokenizer_metadata(self) -> dict[str, Any]:
         """The `tokenizer.*` entries as plain Python values, arrays decoded."""

@@ -68,6 +68,10 @@ class GgufSource:
         """(name, type, shape, bytes) of every tensor, by name."""
         return self.file.tensor_chunks()
 
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        self.file.release()
+
     def _row_order(self, name: str) -> NDArray[np.intp] | None:
         """The rows of a query or key tensor in half-pairing order, None where the file has that order already."""
         if self.config.architecture not in _INTERLEAVED:

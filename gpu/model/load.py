@@ -49,6 +49,10 @@ class ModelSource(Protocol):
         """(name, type, shape, bytes) of every stored tensor in a fixed order, for the weights digest."""
         ...
 
+    def release(self) -> None:
+        """Give back the memory of what was read; everything can be read again."""
+        ...
+
 
 def open_source(path: Path) -> ModelSource:
     """Open a GGUF file, a safetensors file or a directory of them, and check that every needed tensor is there.
@@ -69,14 +73,19 @@ def open_source(path: Path) -> ModelSource:
 
 
 def load_weights(source: ModelSource, storage: WeightStorage | None = None) -> ModelWeights:
-    """Read and pack all weights. storage None: as exactly as the file stores them. Raises ModelFileError."""
+    """Read and pack all weights. storage None: as exactly as the file stores them. Raises ModelFileError.
+
+    Afterwards the file's own pages take no memory: weights are there once.
+    """
     config = source.config
-    return ModelWeights(
+    weights = ModelWeights(
         embedding=source.matrix(EMBEDDING, storage),
         layers=tuple(_load_layer(source, layer, storage) for layer in range(config.num_layers)),
         final_norm=source.vector(FINAL_NORM),
         head=None if config.tie_embeddings else source.matrix(HEAD, storage),
     )
+    source.release()
+    return weights
 
 
 def _open(path: Path) -> ModelSource:

@@ -18,3 +18,8 @@ def map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ModelFileError("model file", str(path), error.strerror or "cannot be read") from error
+
+
+def release_pages(mapped: mmap.mmap) -> None:
+    """Give the memory of pages that were read back to the system; reading them again reads the file again."""
+    mapped.madvise(mmap.MADV_DONTNEED)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.errors import FileTruncated, ModelFileError, TensorMissing, UnsupportedModel
-from gpu.model.mapped_file import map_file
+from gpu.model.mapped_file import map_file, release_pages
 
 MAX_HEADER_BYTES: Final = 1 << 24
 MAX_INDEX_BYTES: Final = 1 << 24
@@ -82,6 +82,10 @@ class SafetensorsFile:
         for name in sorted(self.tensors):
             entry = self.tensors[name]
             yield name, entry.dtype, entry.shape, view[entry.offset : entry.offset + entry.num_bytes]
+
+    def release(self) -> None:
+        """Give back the memory of what was read; the file stays open."""
+        release_pages(self._data)
 
 
 def open_shards(directory: Path) -> list[SafetensorsFile]:

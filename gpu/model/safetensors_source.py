@@ -73,6 +73,11 @@ class SafetensorsSource:
         for shard in self._shards:
             yield from shard.tensor_chunks()
 
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        for shard in self._shards:
+            shard.release()
+
     def _owner(self, name: str) -> SafetensorsFile:
         try:
             return self._owners[safetensors_name(name)]
