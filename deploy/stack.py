@@ -102,6 +102,16 @@ class Stack:
         """Restart what has died. Call a few times a second."""
         self._supervisor.poll()
 
+    def is_ready(self) -> bool:
+        """Whether every worker is there and a turn accepted now would run."""
+        # Without workers of our own (they are started elsewhere) the gateway alone can be waited for.
+        probe = "ready" if self.options.num_workers else "health"
+        try:
+            answer = httpx.get(f"{self.base_url.removesuffix('/v1')}/{probe}", timeout=2.0, trust_env=False)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200 and len(self._live_workers()) >= self.options.num_workers
+
     def model_names(self) -> tuple[str, ...]:
         """Models that our workers serve now."""
         return tuple(sorted({worker.model for worker in self._live_workers()}))
@@ -151,7 +161,7 @@ class Stack:
             environment = {"KVALET_WORKER_ID": worker_id, "KVALET_DRAIN_GRACE_S": str(self.options.grace_s)}
             # The worker ends itself after its grace time; the kill is for one that hangs.
             self._supervisor.start(self._child(worker_id, argv, environment, self.options.grace_s + 10.0))
-        self._supervisor.wait_until(self._all_serving, self.options.ready_timeout_s, interval_s=0.2)
+        self._supervisor.wait_until(self.is_ready, self.options.ready_timeout_s, interval_s=0.2)
 
     def _child(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str], grace_s: float) -> ChildSpec:
         shared = {
@@ -166,15 +176,6 @@ class Stack:
 
     def _pid_file(self, name: str) -> Path:
         return self.options.directory / "run" / f"{name}.pid"
-
-    def _all_serving(self) -> bool:
-        # Without workers of our own (they are started elsewhere) the gateway alone can be waited for.
-        probe = "ready" if self.options.num_workers else "health"
-        try:
-            answer = httpx.get(f"{self.base_url.removesuffix('/v1')}/{probe}", timeout=2.0, trust_env=False)
-        except httpx.HTTPError:
-            return False
-        return answer.status_code == 200 and len(self._live_workers()) >= self.options.num_workers
 
     def _live_workers(self) -> tuple[WorkerRecord, ...]:
         """Our workers that have a heartbeat; none while control does not answer."""

@@ -111,6 +111,21 @@ def running_worker(stack: Stack) -> str:
     return busy[0]
 
 
+def test_killed_servers_come_back_and_the_conversation_goes_on(folder: Path, model: Path) -> None:
+    """Pages lose everything, control nothing: the next turn recomputes and knows its history."""
+    with Stack(options_in(folder, model, num_workers=1), lambda _: None) as stack, Api(stack.base_url) as api:
+        conversation = Conversation(api, default_model(api), {"kvalet": {"ignore_eos": True}})
+        say(conversation)
+        assert conversation.report is not None
+        first = conversation.report
+        for name in ("control", "pages"):
+            os.kill(stack.pids()[name], signal.SIGKILL)
+        poll_until(stack, lambda: {"control", "pages"} <= set(stack.pids()) and stack.is_ready(), timeout_s=30)
+        say(conversation)
+        second = conversation.report
+    assert second.prompt_tokens > first.prompt_tokens + first.output_tokens
+
+
 @pytest.fixture
 def up(folder: Path, model: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`kvalet up` with one worker, in a process of its own; its output is in folder/output."""
