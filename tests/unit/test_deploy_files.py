@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 from deploy.configuration import check_names
 from deploy.dockerfile import BadDockerfile, Instruction, StageRun, parse_stages
+from gateway.metrics import GatewayMetrics
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
@@ -60,6 +62,21 @@ def test_kubernetes_workers_have_longer_to_end_than_to_drain() -> None:
         pod["terminationGracePeriodSeconds"] > int(environment["KVALET_DRAIN_GRACE_S"])
         for pod, environment in zip(pods, variables, strict=True)
     )
+
+
+def test_dashboard_and_scaler_ask_for_metrics_that_exist() -> None:
+    exported = {
+        name
+        for family in GatewayMetrics().registry.collect()
+        for name in (family.name, f"{family.name}_bucket", f"{family.name}_total")
+    }
+    dashboard = json.loads((ROOT / "deploy/grafana/kvalet.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    scaled = [d["spec"] for d in documents() if d["kind"] == "ScaledObject"]
+    scalers = [trigger["metadata"]["valueLocation"] for spec in scaled for trigger in spec["triggers"]]
+    asked = set(re.findall(r"kvalet_\w+", " ".join((*queries, *scalers))))
+    assert len(asked) > 8
+    assert asked <= exported
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
