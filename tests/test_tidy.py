@@ -194,7 +194,7 @@ def test_documents_name_tests_that_exist() -> None:
     }
     named = {name for document in documents() for name in re.findall(r"`(test_\w+)`", document.read_text())}
     assert named
-    assert not named - tests
+    assert sorted(named - tests) == []
 
 
 def test_documents_list_every_regression_file() -> None:
