@@ -40,7 +40,7 @@ app.add_typer(snapshot_app, name="snapshot")
 _out = Console()
 _err = Console(stderr=True)
 
-BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_URL", help="Base URL of a running service.")]
+BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_BASE_URL", help="Base URL of a running service.")]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="KVALET_API_KEY", help="API key, if keys are in use.")]
 Model = Annotated[Path | None, typer.Option("--model", help="GGUF file or safetensors folder; default: SmolLM2.")]
 KvFormat = Annotated[str | None, typer.Option("--kv", help="Cache format: f16, int8, q4 or k8v4.")]

@@ -15,6 +15,8 @@ from gateway.settings import OWN_PREFIX, GatewaySettings, SettingsError, load_se
 from workers.settings import WorkerSettings
 
 PREFIX = "KVALET_"
+CLIENT_VARIABLES = frozenset({"KVALET_BASE_URL", "KVALET_API_KEY"})
+"""Read by commands that talk to a running service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def gateway_settings(**overrides: object) -> GatewaySettings:
 
 def check_names(environment: Mapping[str, str]) -> None:
     """Raises BadOption for a KVALET_ variable that no process knows."""
-    known = {PREFIX + name.upper() for name in WorkerSettings.model_fields}
+    known = CLIENT_VARIABLES | {PREFIX + name.upper() for name in WorkerSettings.model_fields}
     known |= {OWN_PREFIX + name.upper() for name in GatewaySettings.model_fields}
     for variable in sorted(environment):
         if variable.startswith(PREFIX) and variable not in known:
