@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: run every benchmark (or these) one after the other, each in a process of its own."""
+"""`python -m benchmarks [NAME ...]`: run every benchmark (or these), one after the other, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The forward pass on the CPU without engine and queue: prefill, decode and compilation.
 
-    python -m benchmarks.cpu_kernels MODEL [--threads 1 2] [--kv k8v4 f16] [--out results/cpu_kernels.json]
+    python -m benchmarks.cpu_kernels [MODEL] [--threads 1 2] [--kv k8v4 f16] [--out results/cpu_kernels.json]
 
 Each sample is one step's wall time in milliseconds. `floor`: one read of all packed weights from memory by as many
 threads, what a single decode step cannot go below.
@@ -36,6 +36,7 @@ from gpu.model.load import load_weights, open_source
 from gpu.model.rope import rope_table
 from gpu.model.tensors import ModelWeights
 from gpu.plan import PlanEntry, RowKind, StepPlan
+from workers.settings import default_model_path
 
 PROMPT, LONG_PROMPT, CHUNK, BATCH = 512, 4096, 256, 8
 STEPS, PREFILLS = 40, 3
@@ -44,7 +45,7 @@ STEPS, PREFILLS = 40, 3
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", default=default_model_path())
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--kv", nargs="+", default=["k8v4", "f16"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_kernels.json")
