@@ -8,7 +8,7 @@ from typing import Any
 from gateway.auth import Principal
 from gateway.chat_request import ChatRequest
 from gateway.errors import InvalidRequest, InvalidValue, NotFound, PermissionRefused
-from gateway.http import Gateway, new_id, no_such
+from gateway.http import Gateway, is_id, new_id, no_such
 from gateway.prompt_size import INSTRUCTIONS
 from gateway.responses_request import ResponsesRequest
 from gateway.sampling_fields import Generation
@@ -120,9 +120,9 @@ def _sibling(first: TurnRequest, turn_id: str, choice: int) -> TurnRequest:
 
 
 def _check_parent(asked: ResponsesRequest) -> None:
-    if asked.parent_id is not None and not asked.parent_id.startswith("resp_"):
+    if asked.parent_id is not None and not is_id(asked.parent_id, "resp_"):
         raise no_such("Response", asked.parent_id, "previous_response_id")
-    if asked.conversation_id is not None and not asked.conversation_id.startswith("conv_"):
+    if asked.conversation_id is not None and not is_id(asked.conversation_id, "conv_"):
         raise no_such("Conversation", asked.conversation_id, "conversation")
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 from starlette.requests import Request
 
-from gateway.errors import BodyTooLarge, InvalidRequest, WrongMediaType
+from gateway.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, WrongMediaType
 
 _IN_THREAD_BYTES = 256 << 10
 _MAX_DEPTH = 64
+_BODY_TIMEOUT_S = 60.0
 
 
 async def read_object(request: Request, limit: int) -> tuple[dict[str, Any], bytes]:
     """Read a JSON object of at most `limit` bytes; also returns the raw bytes (the idempotency key binds to them).
 
-    Raises WrongMediaType, BodyTooLarge, InvalidRequest.
+    Raises WrongMediaType, BodyTooLarge, BodyTooSlow, InvalidRequest.
     """
     _check_media_type(request.headers.get("content-type"))
     raw = await _read_bounded(request, limit)
@@ -66,11 +67,15 @@ async def _read_bounded(request: Request, limit: int) -> bytes:
         raise BodyTooLarge(limit)
     parts: list[bytes] = []
     total = 0
-    async for part in request.stream():
-        total += len(part)
-        if total > limit:
-            raise BodyTooLarge(limit)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for part in request.stream():
+                total += len(part)
+                if total > limit:
+                    raise BodyTooLarge(limit)
+                parts.append(part)
+    except TimeoutError as error:
+        raise BodyTooSlow(_BODY_TIMEOUT_S) from error
     return b"".join(parts)
 
 

@@ -125,6 +125,17 @@ class BodyTooLarge(ApiError):
         self.limit = limit
 
 
+class BodyTooSlow(ApiError):
+    """A body that has not arrived after `limit_s` seconds."""
+
+    status = 408
+    kind = "invalid_request_error"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the request body has not arrived within {limit_s:g} s", code="request_timeout")
+        self.limit_s = limit_s
+
+
 class WrongMediaType(ApiError):
     """A body that does not call itself JSON."""
 

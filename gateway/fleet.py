@@ -140,7 +140,11 @@ class FleetMonitor:
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            await self._look()
+            try:
+                await self._look()
+            except Exception:
+                # Readiness tells: what was seen grows old.
+                logger.exception("a poll of the fleet failed")
 
     async def _look(self) -> None:
         try:

@@ -84,9 +84,14 @@ def new_id(prefix: str) -> str:
 def path_id(request: Request, name: str, prefix: str, what: str) -> str:
     """An id from the path. Raises NotFound when it can be none of this kind."""
     value = str(request.path_params[name])
-    if not (value.startswith(prefix) and _ID.fullmatch(value)):
+    if not is_id(value, prefix):
         raise no_such(what, value)
     return value
+
+
+def is_id(value: str, prefix: str) -> bool:
+    """Whether a client's text can be an id of this kind at all."""
+    return value.startswith(prefix) and _ID.fullmatch(value) is not None
 
 
 def no_such(what: str, value: str, param: str | None = None) -> NotFound:

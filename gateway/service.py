@@ -47,13 +47,13 @@ async def list_workers(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": gateway_of(request).fleet.shown_workers()})
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health() -> Response:
     """200 as long as the process serves requests."""
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/ready")
+@router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(request: Request) -> Response:
     """200 when an accepted turn would run now, else 503 with the reason."""
     gateway = gateway_of(request)

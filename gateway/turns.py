@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gateway.errors import ApiError, Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from redis.exceptions import RedisError
+
+from gateway.errors import ApiError, Conflict, InvalidRequest, NotFound, Overloaded, TurnFault, Unavailable
 from gateway.settings import GatewaySettings
 from snapshot_store.transcript import TranscriptEntry
 from workers.dispatch import Dispatcher
@@ -21,6 +23,7 @@ from workers.turns.control import AsyncTurnControl, Patience, connect_async
 from workers.turns.errors import BadTurnData, ControlFull, ControlUnavailable, DurabilityLost, TurnControlError
 from workers.turns.events import EventKind, TurnEvent
 from workers.turns.hub import AsyncEventHub
+from workers.turns.keys import stream_key
 from workers.turns.outcomes import (
     AcceptKind,
     AcceptLimits,
@@ -99,13 +102,7 @@ class TurnService:
         Raises Overloaded (queue or memory full), Conflict (the key was used with another body), NotFound (no such
         parent or conversation in the tenant), InvalidRequest (a parent that failed), Unavailable.
         """
-        call = calls.accept(
-            request,
-            self._limits,
-            idempotency_key=idempotency.key if idempotency else None,
-            body_digest=idempotency.body_digest if idempotency else b"",
-        )
-        outcome = await self.run(call)
+        outcome = await self.run(self._accept(request, idempotency))
         _raise_refusal(outcome, request)
         if outcome.dispatch is not None:
             self._send(outcome.dispatch)
@@ -199,6 +196,17 @@ class TurnService:
         except TurnControlError as error:
             raise _api_error(error) from error
 
+    def _accept(self, request: TurnRequest, idempotency: Idempotency | None) -> ScriptCall[AcceptOutcome]:
+        try:
+            return calls.accept(
+                request,
+                self._limits,
+                idempotency_key=idempotency.key if idempotency else None,
+                body_digest=idempotency.body_digest if idempotency else b"",
+            )
+        except BadTurnData as error:
+            raise InvalidRequest(f"this request cannot be stored: {error.limit}", code="invalid_value") from error
+
     async def _existing(self, tenant: str, turn_id: str) -> Submitted:
         turn = await self.view(tenant, turn_id)
         if turn is None:
@@ -208,9 +216,15 @@ class TurnService:
         return Submitted(turn_id, turn.created_at)
 
     async def _check_stream(self, tenant: str, turn_id: str) -> None:
-        # An ended turn that has no first event after this long has outlived its stream.
+        """Raise NotFound for an ended turn whose stream is gone: no event will come."""
         state = await self.run(calls.get_turn_state(tenant, turn_id))
-        if state is None or state.is_terminal:
+        if state is not None and not state.is_terminal:
+            return
+        try:
+            is_there = await self._client.exists(stream_key(turn_id))
+        except RedisError as error:
+            raise Unavailable("turn control is out of reach for now", code="control_unavailable") from error
+        if not is_there:
             raise NotFound("the event stream of this response has expired", code="stream_expired")
 
     def _send(self, dispatch: Dispatch) -> None:
@@ -272,8 +286,7 @@ def _api_error(error: TurnControlError) -> ApiError:
     if isinstance(error, ControlUnavailable | DurabilityLost):
         return Unavailable("turn control is out of reach for now", code="control_unavailable")
     if isinstance(error, BadTurnData):
-        return InvalidRequest(
-            f"'{error.field}' cannot be stored: {error.limit}", code="invalid_value", param=error.field
-        )
+        logger.error("damaged data on control: %s", error)
+        return TurnFault("what control holds of this turn is damaged", code="turn_damaged")
     logger.error("turn control refused an operation: %s", error)
     return ApiError("internal error", code="server_error")

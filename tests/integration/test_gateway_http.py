@@ -288,3 +288,33 @@ def test_http_add_items_to_conversation_are_listed_and_taken_up(client: httpx.Cl
     assert (shown, len(added)) == (added[0], 2)
     client.post("/v1/responses", json=response_body("z", conversation={"id": conversation}))
     assert [m["content"] for m in worker.seen[-1].messages] == ["x", "y", "z"]
+
+
+def test_http_damaged_stream_is_told_and_leaves_others_alone(client: httpx.Client, shared: SharedStack) -> None:
+    shared.worker.script = lambda _: Script(("x ",) * 40, pause_s=0.05)
+    other = client.post("/v1/responses", json=response_body(background=True)).json()["id"]
+    with client.stream("POST", "/v1/responses", json=response_body(stream=True)) as answer:
+        lines = []
+        for line in answer.iter_lines():
+            if not lines:
+                with shared.server.client() as control:
+                    control.xadd(
+                        f"kvalet:-:stream:{shared.worker.seen[-1].turn_id}", {"n": "0", "e": b"\xc1"}, id="900-0"
+                    )
+            lines.append(line)
+    damaged = frames_of("\n".join(lines) + "\n\n")
+    assert (damaged[-1].event, damaged[-1].json["code"]) == ("error", "turn_damaged")
+    whole = frames_of(client.get(f"/v1/responses/{other}?stream=true").text)
+    assert whole[-1].event == "response.completed"
+    assert client.get(f"/v1/responses/{shared.worker.seen[-1].turn_id}").status_code == 500
+
+
+@pytest.mark.parametrize("parent", ["resp_a\nb", "resp_" + "x" * 100, "resp_{}", "../x", "", "conv_1"])
+def test_http_parent_that_can_be_no_id_is_not_found(client: httpx.Client, parent: str) -> None:
+    answer = client.post("/v1/responses", json=response_body(previous_response_id=parent))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_http_conversation_that_can_be_no_id_is_not_found(client: httpx.Client) -> None:
+    answer = client.post("/v1/responses", json=response_body(conversation="conv_a:b"))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "conversation")

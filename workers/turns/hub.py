@@ -15,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from workers.turns.errors import ControlUnavailable
+from workers.turns.errors import BadTurnData, ControlUnavailable, TurnControlError
 from workers.turns.events import EventKind, TurnEvent
 from workers.turns.keys import hub_key, stream_key
 from workers.turns.replies import stream_events
@@ -37,14 +37,18 @@ class Subscription:
         self._hub = hub
         self._events: deque[TurnEvent] = deque()
         self._arrived = asyncio.Event()
+        self._error: TurnControlError | None = None
 
     async def next(self, timeout_s: float) -> tuple[TurnEvent, ...]:
         """Wait for events; () when none came in time or when the terminal event has been returned.
 
-        Raises ControlUnavailable when control has not answered for the hub's outage limit.
+        Raises ControlUnavailable when control has not answered for the hub's outage limit, BadTurnData for a stream
+        that holds something else than events.
         """
         if not self._events and not self.done:
             await self._wait(timeout_s)
+        if self._error is not None and not self._events:
+            raise self._error
         events = tuple(self._events)
         was_full = self.is_full
         self._events.clear()
@@ -76,6 +80,12 @@ class Subscription:
         self.done = self.done or new[-1].kind is EventKind.TERMINAL
         self._arrived.set()
 
+    def fail(self, error: TurnControlError) -> None:
+        """Read no further: the stream is damaged. Other turns' streams are not concerned."""
+        self._error = error
+        self.done = True
+        self._arrived.set()
+
     async def _iterate(self) -> AsyncIterator[TurnEvent]:
         while True:
             for event in await self.next(BLOCK_MS / 1000):
@@ -85,7 +95,7 @@ class Subscription:
 
     async def _wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self._events:
+        while not self._events and not self.done:
             self._hub.raise_if_down()
             left = deadline - time.monotonic()
             if left <= 0:
@@ -211,7 +221,12 @@ class AsyncEventHub:
                 self._wake_id = entries[-1][0].decode()
                 continue
             turn_id = name.decode().removeprefix(stream_key(""))
-            events = stream_events(entries)
+            try:
+                events = stream_events(entries)
+            except (BadTurnData, KeyError, ValueError) as error:
+                for follower in self._subscriptions.get(turn_id, ()):
+                    follower.fail(BadTurnData("stream", turn_id, f"entries of events ({type(error).__name__})"))
+                continue
             for follower in self._subscriptions.get(turn_id, ()):
                 if not follower.is_full:
                     follower.push(events)
