@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import pytest
 
+from snapshot_store.keys import transcript_key
 from snapshot_store.transcript import CacheScope
 from workers.dispatch import broker_url
 from workers.turns.history import history_digests
@@ -33,6 +34,10 @@ def test_scripts_use_only_known_key_names() -> None:
 def test_script_is_loaded_with_flags_library_and_constants() -> None:
     lines = load_script("claim").source.decode().splitlines()
     assert (lines[0], lines[1][:9], lines[2][:14]) == ("#!lua flags=allow-oom", "local K =", "local ENDINGS ")
+
+
+def test_transcript_key_of_scripts_is_the_stores() -> None:
+    assert f"{LUA_KEYS['tenant']}t1{LUA_KEYS['transcript']}x1" == transcript_key("t1", "x1")
 
 
 def test_tenant_key_of_unknown_kind_raises() -> None:

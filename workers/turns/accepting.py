@@ -33,14 +33,13 @@ def accept(
     if idempotency_key is not None:
         scoped = f"{request.key_id}\0{idempotency_key}".encode()
         idempotency = tenant_key(request.tenant, "idempotency", hashlib.sha256(scoped).hexdigest())
-    parent_transcript = transcript_key(request.tenant, request.parent_id) if request.parent_id else ""
     transcript_key(request.tenant, request.turn_id)  # the commit's key must be possible before the turn is accepted
     return ScriptCall(
         script=load_script("accept"),
         keys=(),
         args=(
             request.turn_id, request.tenant, request.model, pack_request(request),
-            request.parent_id or "", parent_transcript, request.conversation_id or "",
+            request.parent_id or "", request.conversation_id or "",
             int(request.created_at), _milliseconds(request.deadline), request.priority, request.worker or "",
             int(request.store), str(request.scope), idempotency, body_digest,
             limits.max_open_per_model, limits.max_open_per_tenant, str(limits.memory_fraction),

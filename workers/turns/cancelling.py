@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from snapshot_store.keys import transcript_key
 from workers.turns.events import TurnState
 from workers.turns.outcomes import CancelKind, CancelOutcome
 from workers.turns.replies import dispatches, maybe_text, text
@@ -17,12 +16,7 @@ def cancel(tenant: str, turn_id: str) -> ScriptCall[CancelOutcome]:
     A turn that has ended stays as it is; a tenant's call never finds another tenant's turn.
     """
 
-    def parse(reply: Any) -> CancelOutcome:
-        kind, state, sends = reply
-        name = maybe_text(state)
-        return CancelOutcome(CancelKind(text(kind)), TurnState(name) if name else None, dispatches(sends))
-
-    return ScriptCall(load_script("cancel"), (), (turn_id, tenant), parse)
+    return ScriptCall(load_script("cancel"), (), (turn_id, tenant), _parse)
 
 
 def delete_response(tenant: str, turn_id: str) -> ScriptCall[CancelOutcome]:
@@ -31,10 +25,10 @@ def delete_response(tenant: str, turn_id: str) -> ScriptCall[CancelOutcome]:
     Answers NOT_FOUND for an unknown, foreign or already deleted turn.
     """
 
-    def parse(reply: Any) -> CancelOutcome:
-        kind, state, sends = reply
-        name = maybe_text(state)
-        return CancelOutcome(CancelKind(text(kind)), TurnState(name) if name else None, dispatches(sends))
+    return ScriptCall(load_script("delete_response"), (), (turn_id, tenant), _parse)
 
-    transcript_prefix = transcript_key(tenant, "x").removesuffix("x")
-    return ScriptCall(load_script("delete_response"), (), (turn_id, tenant, transcript_prefix), parse)
+
+def _parse(reply: Any) -> CancelOutcome:
+    kind, state, sends = reply
+    name = maybe_text(state)
+    return CancelOutcome(CancelKind(text(kind)), TurnState(name) if name else None, dispatches(sends))

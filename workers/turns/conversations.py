@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snapshot_store.keys import transcript_key
 from snapshot_store.transcript import CacheScope, TranscriptEntry
 from snapshot_store.transcript_codec import decode_entry
 from workers.turns.codec import pack, pack_messages, unpack, unpack_messages
@@ -69,8 +68,7 @@ def conversation_entries(
     def parse(reply: Any) -> tuple[TranscriptEntry, ...] | None:
         return None if reply is None else tuple(decode_entry(data) for data in reply if data)
 
-    transcript_prefix = transcript_key(tenant, "x").removesuffix("x")
-    args = (conversation_id, tenant, transcript_prefix, start, stop)
+    args = (conversation_id, tenant, start, stop)
     return ScriptCall(load_script("conversation_entries", flags="no-writes"), (), args, parse)
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from snapshot_store.keys import transcript_key
 from snapshot_store.transcript import CacheScope
 from workers.turns.keys import tenant_key
 from workers.turns.replies import text
@@ -43,8 +42,7 @@ def find_history(tenant: str, digests: Sequence[bytes]) -> ScriptCall[tuple[int,
         return (int(reply[0]), text(reply[1])) if reply else None
 
     keys = tuple(tenant_key(tenant, "history", digest.hex()) for digest in digests)
-    transcript_prefix = transcript_key(tenant, "x").removesuffix("x")
-    return ScriptCall(load_script("find_history"), keys, (transcript_prefix,), parse)
+    return ScriptCall(load_script("find_history"), keys, (tenant,), parse)
 
 
 def _hash(previous: bytes, data: bytes) -> bytes:

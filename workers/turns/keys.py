@@ -69,6 +69,8 @@ LUA_KEYS: Final[Mapping[str, str]] = MappingProxyType(
         "bundle": "kvalet:-:bundle:",
         "quarantine": "kvalet:-:quarantine",
         "dead_letters": "kvalet:-:dead-letters",
+        "tenant": "kvalet:",
+        "transcript": ":transcript:",
     }
 )
 _TENANT_KINDS: Final = ("idempotency", "history", "transcript")

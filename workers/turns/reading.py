@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from snapshot_store.keys import transcript_key
 from snapshot_store.transcript_codec import decode_entry
 from workers.turns.codec import unpack_events, unpack_request
 from workers.turns.events import EventKind, TurnEvent, TurnState
@@ -15,9 +14,7 @@ from workers.turns.script import ScriptCall, load_script
 
 def get_turn(tenant: str, turn_id: str) -> ScriptCall[TurnView | None]:
     """Read a turn; None when it is unknown, expired, deleted or another tenant's."""
-    transcript_prefix = transcript_key(tenant, "x").removesuffix("x")
-    args = (turn_id, tenant, transcript_prefix)
-    return ScriptCall(load_script("get_turn", flags="no-writes"), (), args, _parse)
+    return ScriptCall(load_script("get_turn", flags="no-writes"), (), (turn_id, tenant), _parse)
 
 
 def get_turn_state(tenant: str, turn_id: str) -> ScriptCall[TurnState | None]:

@@ -2,10 +2,10 @@
 -- Keys: turn, branch, waiting, conversation, queued/forced, tenants, open, open_by_tenant, due, deadlines, idempotency,
 --       the parent's transcript
 -- Returns {kind, turn id, messages to send, retry after (s)}
-local id, tenant, model, request, parent_id, parent_transcript, conversation_id = unpack(ARGV, 1, 7)
-local created_s, deadline_ms, priority, worker, store, scope, idempotency, body = unpack(ARGV, 8, 15)
-local max_model, max_tenant, memory_fraction = tonumber(ARGV[16]), tonumber(ARGV[17]), tonumber(ARGV[18])
-local idempotency_ttl_s, stream_ttl_s, retention_s = ARGV[19], ARGV[20], ARGV[21]
+local id, tenant, model, request, parent_id, conversation_id = unpack(ARGV, 1, 6)
+local created_s, deadline_ms, priority, worker, store, scope, idempotency, body = unpack(ARGV, 7, 14)
+local max_model, max_tenant, memory_fraction = tonumber(ARGV[15]), tonumber(ARGV[16]), tonumber(ARGV[17])
+local idempotency_ttl_s, stream_ttl_s, retention_s = ARGV[18], ARGV[19], ARGV[20]
 local now = now_ms()
 
 local function refuse(kind, retry_after_s) return {kind, '', {}, retry_after_s or 0} end
@@ -48,7 +48,7 @@ elseif parent_id ~= '' then
   parent = load_visible(parent_id, tenant)
   if not parent then return refuse('parent_not_found') end
   if COMMITTED[parent.state] then
-    if call('EXISTS', parent_transcript) == 0 then return refuse('parent_not_found') end
+    if call('EXISTS', transcript_key(tenant, parent_id)) == 0 then return refuse('parent_not_found') end
   elseif not OPEN[parent.state] then
     return refuse('parent_failed')
   end

@@ -136,15 +136,23 @@ local function note_run_time(turn, now)
   call('HSET', K.service_ms, turn.model, int(average * 0.9 + (now - tonumber(turn.claimed_ms)) * 0.1))
 end
 
+-- Key of snapshot_store.keys.
+local function transcript_key(tenant, id) return K.tenant .. tenant .. K.transcript .. id end
+
+-- One turn less continues this one: its parent, or nil.
+local function leave_parent(turn)
+  if turn.by_id ~= '1' then return nil end
+  local parent = load(turn.parent)
+  if parent then parent.children = call('HINCRBY', K.turn .. parent.id, 'children', -1) end
+  return parent
+end
+
 -- Delete a hidden turn that nothing continues, then its parent if that was only waiting for it.
-local function purge(turn, transcript_prefix)
+local function purge(turn)
   while turn and turn.hidden == '1' and not OPEN[turn.state] and turn.conversation == ''
     and tonumber(turn.children ~= '' and turn.children or 0) <= 0 do
-    call('DEL', K.turn .. turn.id, K.stream .. turn.id, transcript_prefix .. turn.id)
-    if turn.by_id ~= '1' then return end
-    local parent = load(turn.parent)
-    if parent then parent.children = call('HINCRBY', K.turn .. parent.id, 'children', -1) end
-    turn = parent
+    call('DEL', K.turn .. turn.id, K.stream .. turn.id, transcript_key(turn.tenant, turn.id))
+    turn = leave_parent(turn)
   end
 end
 
@@ -187,9 +195,8 @@ finish = function(turn, now, state, packed, count, sends)
     if turn.idempotency ~= '' and call('HGET', turn.idempotency, 'turn') == turn.id then
       call('DEL', turn.idempotency)
     end
-    if turn.by_id == '1' and call('EXISTS', K.turn .. turn.parent) == 1 then
-      call('HINCRBY', K.turn .. turn.parent, 'children', -1)
-    end
+    purge(leave_parent(turn))
+    set(turn, 'by_id', '')
     give_back_pending(turn)
   end
   advance_branch(turn, now, sends)
