@@ -163,3 +163,24 @@ def test_conversation_turn_after_failed_one_continues_from_the_head(control: Tur
 def test_accept_request_that_msgpack_cannot_hold_raises_naming_it(control: TurnControl) -> None:
     with pytest.raises(BadTurnData, match="value"):
         calls.accept(request(display={"x": object()}), LIMITS)
+
+
+def test_accept_with_deleted_conversation_answers_not_found(control: TurnControl) -> None:
+    control.run(calls.create_conversation("local", "conv"))
+    control.run(calls.delete_conversation("local", "conv"))
+    assert accept_turn(control, conversation_id="conv").kind is AcceptKind.CONVERSATION_NOT_FOUND
+
+
+def test_accept_with_parent_whose_transcript_has_expired_answers_not_found(control: TurnControl) -> None:
+    accepted(control, "a")
+    complete(control, claimed(control))
+    control.client.delete("kvalet:local:transcript:a")
+    assert accept_turn(control, parent_id="a").kind is AcceptKind.PARENT_NOT_FOUND
+
+
+def test_tenant_that_comes_back_starts_level_with_the_one_served_least(control: TurnControl) -> None:
+    accepted(control, "a", tenant="busy")
+    accepted(control, "b", tenant="busy")
+    complete(control, claimed(control), served_tokens=500)
+    accepted(control, "c", tenant="late")
+    assert control.client.zscore("kvalet:-:tenants:tiny", "late") == 500

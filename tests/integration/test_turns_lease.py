@@ -26,7 +26,7 @@ from workers.turns import calls
 from workers.turns.control import TurnControl, connect
 from workers.turns.errors import StaleLease, TurnEnded
 from workers.turns.events import TurnState
-from workers.turns.outcomes import Dispatch
+from workers.turns.outcomes import CancelKind, Dispatch
 from workers.turns.records import ClaimedTurn
 
 QUICK = worker("quick", lease_s=0.05)
@@ -289,3 +289,55 @@ def test_end_of_a_waiting_turn_does_not_offer_the_running_one_again(control: Tur
     claimed(control, "a")
     assert control.run(calls.cancel("local", "b")).dispatches == ()
     assert control.client.zcard("kvalet:-:queued:tiny:local") == 0
+
+
+def test_follow_up_avoids_a_draining_worker(control: TurnControl) -> None:
+    control.run(beat(WorkerRecord("w1", "b", "tiny", slots=4, free=0, draining=True)))
+    accepted(control, "a")
+    complete(control, claimed(control, "a"))
+    assert accept_turn(control, "b", parent_id="a").dispatch == Dispatch("b", "tiny", None)
+
+
+def test_conversation_goes_back_to_its_worker(control: TurnControl) -> None:
+    free(control, "w1", 2)
+    control.run(calls.create_conversation("local", "conv"))
+    accepted(control, "a", conversation_id="conv")
+    complete(control, claimed(control, "a"))
+    assert accept_turn(control, "b", conversation_id="conv").dispatch == Dispatch("b", "tiny", "w1")
+
+
+def test_other_worker_that_got_the_hot_turns_own_message_takes_it_at_once(control: TurnControl) -> None:
+    free(control, "w1", 2)
+    accepted(control, "a")
+    complete(control, claimed(control, "a"))
+    accepted(control, "b", parent_id="a")
+    assert claimed(control, "b", worker("w2")).request.turn_id == "b"
+
+
+def test_forced_turn_of_a_model_its_worker_lacks_is_not_given(control: TurnControl) -> None:
+    accepted(control, "a", worker="w1", model="other")
+    assert control.run(calls.claim("a", worker("w1"))) is None
+
+
+def test_message_of_a_forced_turn_used_for_another_is_sent_again_soon(control: TurnControl) -> None:
+    accepted(control, "first", worker="w1")
+    accepted(control, "forced", worker="w1")
+    assert claimed(control, "forced").request.turn_id == "first"
+    assert control.client.zscore("kvalet:-:due", "forced") - time.time() * 1000 < 2000
+
+
+def test_turn_freed_by_a_claim_that_cannot_take_it_is_sent_by_the_next_sweep(control: TurnControl) -> None:
+    accepted(control, "a", worker="quick")
+    claimed(control, "a", QUICK)
+    time.sleep(0.06)
+    assert control.run(calls.claim("a", worker("w2"))) is None
+    assert control.run(calls.sweep()) == (Dispatch("a", "tiny", "quick"),)
+
+
+def test_cancel_after_the_first_life_of_a_renewed_lease_tells_its_worker(control: TurnControl) -> None:
+    accepted(control, "a")
+    turn = claimed(control, "a", worker(lease_s=0.2))
+    time.sleep(0.12)
+    control.run(calls.renew([turn.lease]))
+    time.sleep(0.12)
+    assert control.run(calls.cancel("local", "a")).kind is CancelKind.REQUESTED

@@ -84,7 +84,9 @@ def test_commit_writes_transcript_terminal_event_and_expiries(control: TurnContr
 def test_commit_with_store_false_ends_with_its_stream(control: TurnControl) -> None:
     accepted(control, "a", store=False)
     complete(control, claimed(control, "a"))
-    assert control.client.ttl("kvalet:local:transcript:a") == LIMITS.stream_ttl_s
+    assert [control.client.ttl(f"kvalet:{key}:a") for key in ("local:transcript", "-:turn", "-:stream")] == [
+        LIMITS.stream_ttl_s
+    ] * 3
 
 
 def test_commit_extends_the_life_of_ancestors(control: TurnControl, turn: ClaimedTurn) -> None:
@@ -321,3 +323,65 @@ def test_call_outlives_a_restart_within_its_patience(start_server: Callable[...,
     accepted(control, "a")
     server.restart()
     assert control.run(calls.get_turn_state("local", "a")) is TurnState.QUEUED
+
+
+def test_commit_on_another_parent_than_the_named_one_raises(control: TurnControl, turn: ClaimedTurn) -> None:
+    complete(control, turn)
+    accepted(control, "b", parent_id="a")
+    child = claimed(control, "b")
+    with pytest.raises(ParentMoved):
+        control.run(calls.commit(child.lease, entry(child, parent_id=None), [terminal(0)]))
+
+
+def test_commit_with_a_gap_before_its_events_raises(control: TurnControl, turn: ClaimedTurn) -> None:
+    with pytest.raises(StreamConflict):
+        control.run(calls.commit(turn.lease, entry(turn), [terminal(1)]))
+
+
+def test_commit_in_a_conversation_is_kept_even_with_store_false(control: TurnControl) -> None:
+    control.run(calls.create_conversation("local", "conv"))
+    accepted(control, "a", conversation_id="conv", store=False)
+    complete(control, claimed(control, "a"))
+    assert control.client.ttl("kvalet:local:transcript:a") == LIMITS.retention_s
+
+
+def test_commit_in_a_deleted_conversation_writes_nothing_into_it(control: TurnControl) -> None:
+    control.run(calls.create_conversation("local", "conv"))
+    accepted(control, "a", conversation_id="conv")
+    turn = claimed(control, "a")
+    control.run(calls.delete_conversation("local", "conv"))
+    before = control.client.hgetall("kvalet:-:conversation:conv")
+    complete(control, turn)
+    assert control.client.hgetall("kvalet:-:conversation:conv") == before
+
+
+def test_end_drops_the_frozen_prompt_and_the_deadline(control: TurnControl) -> None:
+    accepted(control, "a", deadline=time.time() + 60)
+    turn = claimed(control, "a")
+    control.run(calls.freeze_prompt(turn.lease, [1], parent_id=None, root_id="a", template_time=1))
+    complete(control, turn)
+    assert control.client.hget("kvalet:-:turn:a", "prompt_ids") is None
+    assert control.client.exists("kvalet:-:deadlines") == 0
+
+
+def test_turn_deleted_while_it_runs_ends_with_its_stream(control: TurnControl, turn: ClaimedTurn) -> None:
+    assert control.run(calls.delete_response("local", "a")).kind is CancelKind.REQUESTED
+    complete(control, turn)
+    assert control.client.ttl("kvalet:-:turn:a") == LIMITS.stream_ttl_s
+
+
+@pytest.mark.parametrize("order", ["delete-first", "fail-first"])
+def test_deleted_turn_goes_with_its_last_failed_follow_up(control: TurnControl, turn: ClaimedTurn, order: str) -> None:
+    complete(control, turn)
+    accepted(control, "b", parent_id="a")
+    steps = [calls.delete_response("local", "a"), calls.cancel("local", "b")]
+    for call in steps if order == "delete-first" else reversed(steps):
+        control.run(call)
+    assert [key for key in control.client.scan_iter() if key.endswith(b":a")] == []
+
+
+def test_history_prefers_the_longest_of_two_known_ones(control: TurnControl, turn: ClaimedTurn) -> None:
+    complete(control, turn, history_digest=b"1" * 16)
+    accepted(control, "b")
+    complete(control, claimed(control, "b"), history_digest=b"2" * 16)
+    assert control.run(calls.find_history("local", [b"1" * 16, b"2" * 16])) == (1, "b")
