@@ -29,6 +29,7 @@ from workers.settings import WorkerSettings
 from workers.turns.calls import accept, create_conversation, get_turn, get_turn_state
 from workers.turns.codec import unpack_events
 from workers.turns.control import TurnControl, connect
+from workers.turns.events import TurnEvent
 from workers.turns.keys import stream_key
 from workers.turns.outcomes import AcceptKind, AcceptLimits, AcceptOutcome, TurnView
 from workers.turns.records import TurnRequest
@@ -53,6 +54,7 @@ class TurnClient:
     """Accepts turns and reads what became of them, straight on turn control."""
 
     def __init__(self, control_url: str, model: str = "test", tenant: str = "local") -> None:
+        self.control_url = control_url
         self.control = TurnControl(connect(control_url))
         self.model = model
         self.tenant = tenant
@@ -122,12 +124,14 @@ class TurnClient:
 
     def streamed_ids(self, turn_id: str) -> tuple[int, ...]:
         """Ids of a turn's stream: deltas and terminal event, whose numbers have no gap and no repeat."""
-        entries = cast("Any", self.control.client.xrange(stream_key(turn_id)))
-        events = [
-            event for _, fields in entries for event in unpack_events(int(fields[b"n"]), fields[b"e"])
-        ]
+        events = self.events(turn_id)
         assert [event.number for event in events] == list(range(len(events)))
         return tuple(token_id for event in events for token_id in event.token_ids)
+
+    def events(self, turn_id: str) -> list[TurnEvent]:
+        """Everything in a turn's stream."""
+        entries = cast("Any", self.control.client.xrange(stream_key(turn_id)))
+        return [event for _, fields in entries for event in unpack_events(int(fields[b"n"]), fields[b"e"])]
 
     def token_ids(self, turn_id: str) -> tuple[int, ...]:
         """Every token id of a committed branch: prompt and output of its last turn."""

@@ -16,6 +16,7 @@ from workers.model_source import LoadedSource
 KV_CONVENTIONS = "k-after-rope;zero=+0;int8=rne/127/64;q4=hadamard,signed-max/-8,32;scale=f16"
 CPU_NUMERICS_VERSION = 1
 _PROBE_TOKENS = 24
+_PROBE_ROWS = 8
 
 
 def fingerprint_of(source: LoadedSource, layout: KVLayout, backend: Backend, storage: str) -> Fingerprint:
@@ -74,7 +75,9 @@ def probe_digest(backend: Backend) -> bytes:
     sequence = cache.open()
     try:
         cache.reserve(sequence, _PROBE_TOKENS)
-        backend.launch(StepPlan((PlanEntry(sequence, RowKind.PREFILL, tokens),))).wait()
+        for first in range(0, _PROBE_TOKENS, _PROBE_ROWS):
+            entry = PlanEntry(sequence, RowKind.PREFILL, tokens[first : first + _PROBE_ROWS])
+            backend.launch(StepPlan((entry,))).wait()
         page = sequence.pages[0]
         view = cache.memory.mirror.view(page.index * cache.layout.page_bytes, cache.layout.page_bytes)
         return hashlib.blake2b(view, digest_size=16, person=b"kvalet.probe").digest()
