@@ -44,9 +44,10 @@ async def create_response(request: Request) -> Response:
     """Run one response: as one object, as a stream, or in the background (202 and an object to poll)."""
     gateway = gateway_of(request)
     principal = principal_of(request)
-    check_capacity(gateway)
     body, raw = await read_object(request, gateway.settings.max_body_bytes)
     asked = parse_responses(body, gateway.settings.max_messages)
+    if asked.stream or not asked.background:
+        check_capacity(gateway)
     key = idempotency_of(request, raw)
     after = _last_event_id(request)
     turn_id = await admit_response(gateway, principal, asked, key)
