@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.auth import Principal
 from gateway.chat_request import ChatRequest
-from gateway.errors import InvalidRequest, InvalidValue, NotFound, PermissionRefused
+from gateway.errors import InvalidRequest, InvalidValue, NotFound, PermissionRefused, UnsupportedField
 from gateway.http import Gateway, is_id, new_id, no_such
 from gateway.prompt_size import INSTRUCTIONS
 from gateway.responses_request import ResponsesRequest
@@ -94,6 +94,8 @@ def _request(gateway: Gateway, principal: Principal, generation: Generation, **f
     options = generation.options
     if options.worker is not None and not principal.is_admin:
         raise PermissionRefused("'kvalet.worker' needs an admin key", code="admin_required", param="kvalet.worker")
+    if options.durability == "host" and not gateway.fleet.has_host_durability:
+        raise UnsupportedField("kvalet.durability", "host", "this service's control server does not sync every write")
     now = time.time()
     request = TurnRequest(
         tenant=principal.tenant,

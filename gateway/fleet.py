@@ -36,13 +36,14 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """One poll's result. now: control's clock, unix seconds."""
+    """One poll's result. now: control's clock, unix seconds. is_durable: a confirmed write survives a lost host."""
 
     now: float
     workers: tuple[WorkerRecord, ...]
     models: tuple[ModelRecord, ...]
     demand: tuple[ModelDemand, ...]
     write_fault: Reason | None
+    is_durable: bool
 
 
 class FleetMonitor:
@@ -103,6 +104,11 @@ class FleetMonitor:
         """Live workers of a model."""
         return len(self.live_workers(model))
 
+    @property
+    def has_host_durability(self) -> bool:
+        """Whether control can promise that an accepted turn survives a lost host."""
+        return self._sight is not None and self._sight.is_durable
+
     def check_served(self, model: str, has_started: bool) -> None:
         """Raise Unavailable when a reply can't go on: control silent, or a started turn without any live worker.
 
@@ -121,6 +127,8 @@ class FleetMonitor:
             return Reason("control_unavailable", "turn control does not answer")
         if self._sight.write_fault is not None:
             return self._sight.write_fault
+        if self._settings.durability == "host" and not self._sight.is_durable:
+            return Reason("durability_unsupported", "durability 'host' needs appendonly yes and appendfsync always")
         if not self._sight.workers:
             return Reason("no_worker", "no worker has registered")
         live = self.live_workers()
@@ -168,7 +176,17 @@ class FleetMonitor:
             models=await self._turns.run(registry.list_models()),
             demand=await self._turns.run(registry.demand()),
             write_fault=await self._try_write(),
+            is_durable=await self._has_fsync_always(),
         )
+
+    async def _has_fsync_always(self) -> bool:
+        try:
+            config = await self._turns.control.client.config_get("append*")
+        except ResponseError:
+            # Managed servers hide their configuration: what can't be checked is not promised.
+            return False
+        plain = {_plain(name): _plain(value) for name, value in config.items()}
+        return (plain.get("appendonly"), plain.get("appendfsync")) == ("yes", "always")
 
     async def _try_write(self) -> Reason | None:
         try:
@@ -204,3 +222,7 @@ def _worker_object(worker: WorkerRecord, age_s: float) -> dict[str, Any]:
         "heartbeat_age_s": round(age_s, 3),
         "info": dict(worker.info or {}),
     }
+
+
+def _plain(value: bytes | str | None) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

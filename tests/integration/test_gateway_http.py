@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -318,3 +318,22 @@ def test_http_parent_that_can_be_no_id_is_not_found(client: httpx.Client, parent
 def test_http_conversation_that_can_be_no_id_is_not_found(client: httpx.Client) -> None:
     answer = client.post("/v1/responses", json=response_body(conversation="conv_a:b"))
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "conversation")
+
+
+def test_http_host_durability_is_refused_where_control_does_not_sync_every_write(client: httpx.Client) -> None:
+    answer = client.post("/v1/responses", json=response_body(kvalet={"durability": "host"}))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kvalet.durability")
+
+
+def test_http_host_durability_is_taken_where_control_syncs_every_write(
+    start_server: Callable[..., ValkeyServer],
+) -> None:
+    server = start_server("control", appendfsync="always")
+    with stack(server, FakeWorker(server), durability="host") as url:
+        body = response_body(kvalet={"durability": "host"})
+        assert httpx.post(f"{url}/v1/responses", json=body).json()["status"] == "completed"
+
+
+def test_http_host_durability_as_a_setting_is_not_ready_without_it(control_server: ValkeyServer) -> None:
+    with gateway(control_server, durability="host") as url:
+        wait_until(lambda: httpx.get(f"{url}/ready").json().get("reason") == "durability_unsupported")
