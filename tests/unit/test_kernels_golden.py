@@ -17,8 +17,13 @@ from gpu.model.tiny import tiny_config, tiny_weights
 from tests.kernel_lab import make_model_lab, matrix_of, product
 from workers.fingerprints import CPU_NUMERICS_VERSION
 
-GOLDEN = {"f16": "", "int8": "", "q4": "", "k8v4": ""}
-GOLDEN_PRODUCT = ""
+GOLDEN = {
+    "f16": "53b84a7b3035aa9218e554c1",
+    "int8": "b76cecdc5fc7883469908dcc",
+    "q4": "17da1b61e808c8c865184f13",
+    "k8v4": "246f354054c4761286222006",
+}
+GOLDEN_PRODUCT = "6cf38adc139df877a14e5560"
 
 
 @pytest.mark.parametrize("kv_format", GOLDEN)
