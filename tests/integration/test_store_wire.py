@@ -353,8 +353,9 @@ def test_pages_on_a_full_server_push_out_the_deepest_first(start_server: Callabl
     assert present == sorted(present, reverse=True)
 
 
-def test_pool_never_holds_more_connections_than_allowed(pages_server: ValkeyServer) -> None:
-    store = RedisPageStore(WireSettings(pages_server.url, max_connections=3))
+def test_pool_never_holds_more_connections_than_allowed(start_server: Callable[..., ValkeyServer]) -> None:
+    server = start_server("pages")
+    store = RedisPageStore(WireSettings(server.url, max_connections=3))
     pages = make_pages(list(range(16 * 30)))
     for page in pages:
         page.put(store)
@@ -364,7 +365,7 @@ def test_pool_never_holds_more_connections_than_allowed(pages_server: ValkeyServ
     ]
     for reader in readers:
         reader.start()
-    with pages_server.client() as client:
+    with server.client() as client:
         most = max(sum(c["name"] == "kvalet-pages" for c in client.client_list()) for _ in range(20))
     for reader in readers:
         reader.join(20)
