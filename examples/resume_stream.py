@@ -21,7 +21,7 @@ for event in stream:
         response_id = event.response.id
     if event.type == "response.output_text.delta":
         text += event.delta
-    if last_number == 20:
+    if last_number == 9:
         stream.close()
         break
 print(f"{text}\n-- broken off after event {last_number} --")
