@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -271,4 +272,5 @@ def _welcome(stack: Stack) -> str:
         f"base URL for the openai SDK: {stack.base_url}\n\n"
         f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json'{authorization} -d '{body}'\n\n"
         f"kvalet chat --url {stack.base_url}\n"
+        f"kvalet snapshot ls --control {shlex.quote(stack.control_url)} --pages {shlex.quote(stack.pages_url)}\n"
     )
