@@ -317,7 +317,7 @@ class TracerWorld:
                 break
             self.cache.attach(sequence, [sealed])
         while sequence.length < conversation.length:
-            rows = min(self.random.randint(8, 60), conversation.length - sequence.length)
+            rows = min(self.random.randint(20, 120), conversation.length - sequence.length)
             if not self._reserve(sequence, sequence.length + rows, keep):
                 self._close(conversation)
                 return False
