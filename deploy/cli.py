@@ -272,5 +272,12 @@ def _welcome(stack: Stack) -> str:
         f"base URL for the openai SDK: {stack.base_url}\n\n"
         f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json'{authorization} -d '{body}'\n\n"
         f"kvalet chat --url {stack.base_url}\n"
-        f"kvalet snapshot ls --control {shlex.quote(stack.control_url)} --pages {shlex.quote(stack.pages_url)}\n"
+        f"{_inspection_line(stack)}"
     )
+
+
+def _inspection_line(stack: Stack) -> str:
+    if stack.options.control_url or stack.options.pages_url:
+        # The user knows those addresses, and they may hold passwords.
+        return ""
+    return f"kvalet snapshot ls --control {shlex.quote(stack.control_url)} --pages {shlex.quote(stack.pages_url)}\n"
