@@ -30,6 +30,7 @@ from workers.turns.errors import ControlFull, ControlUnavailable, DurabilityLost
 from workers.turns.script import Argument, ScriptCall
 
 T = TypeVar("T")
+MAX_CONNECTIONS = 32
 _TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError)
 # Answers of a server that will take writes again once its disk, its replicas or its new primary are back.
 _TRANSIENT_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "TRYAGAIN", "READONLY")
@@ -65,10 +66,15 @@ def connect(url: str, *, timeout_s: float = 5.0) -> redis.Redis:
 
 
 def connect_async(url: str, *, timeout_s: float = 5.0) -> redis.asyncio.Redis:
-    """Open an asyncio client of control for short commands. Tries once; `Patience` decides about more."""
-    return redis.asyncio.Redis.from_url(
-        url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=AsyncRetry(NoBackoff(), 0)
-    )
+    """Open an asyncio client of control for short commands. Tries once; `Patience` decides about more.
+
+    Callers beyond MAX_CONNECTIONS wait for a connection instead of opening one more.
+    """
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url, max_connections=MAX_CONNECTIONS, timeout=timeout_s, socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s, retry=AsyncRetry(NoBackoff(), 0),
+    )  # fmt: skip
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 class TurnControl:
