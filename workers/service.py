@@ -168,6 +168,7 @@ class WorkerService:
             claimant=self._claimant,
             salt_of=functools.cache(functools.partial(tenant_salt, self.control.client)),
             ttl_s=self._ttl_s,
+            is_parked=self._is_parked,
             on_committed=self._committed,
             on_turn=self.presence.count_turn,
             context_length=self.runtime.context_length,
@@ -180,10 +181,14 @@ class WorkerService:
             self._hot.move_to_end(branch)
             while len(self._hot) > _HOT_BRANCHES:
                 self._hot.popitem(last=False)
-        self.bookkeeping.after_commit(entry, pages, branch)
+        if self._is_parked(pages):
+            self.bookkeeping.after_commit(entry, pages, branch)
 
     def _ttl_s(self, pages: TurnPages) -> int:
         return self.settings.park_stateless_ttl_s if pages.stateless else self.settings.park_ttl_s
+
+    def _is_parked(self, pages: TurnPages) -> bool:
+        return not pages.stateless or self.settings.park_stateless == "eager"
 
     def _is_healthy(self) -> bool:
         return self.engine.quarantine is None and self.engine.seconds_without_progress < _STALL_S

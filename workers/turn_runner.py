@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpu.cache import HoldKind
 from gpu.plan import SamplingParams
 from snapshot_store.chain import PrefixChain
 from snapshot_store.transcript import CacheScope, TranscriptEntry
@@ -70,6 +71,7 @@ class WorkerParts:
     claimant: Callable[[], Claimant]
     salt_of: Callable[[str], bytes]
     ttl_s: Callable[[TurnPages], int]
+    is_parked: Callable[[TurnPages], bool]
     on_committed: Callable[[TranscriptEntry, TurnPages, str], None]
     on_turn: Callable[[TurnReport], None]
     context_length: int
@@ -240,7 +242,10 @@ class _Run:
 
     def _park(self, event: SealedEvent) -> None:
         assert self._pages is not None
-        self._parts.parking.park(event, self._pages, self._parts.ttl_s(self._pages))
+        if self._parts.is_parked(self._pages):
+            self._parts.parking.park(event, self._pages, self._parts.ttl_s(self._pages))
+        else:
+            self._parts.engine.cache.release(event.page, HoldKind.UPLOAD)
 
     def _consume(self, engine_turn: EngineTurn, num_known: int, resolution: Resolution, begun: float) -> EngineOutput:
         """Stream tokens as they come; everything that has arrived travels in one append."""

@@ -90,7 +90,7 @@ def test_cancel_in_mid_reply_ends_the_turn_and_frees_its_pages(local_fleet: Flee
 def test_cancel_during_prefill_is_seen_within_a_step(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(step_rows=8)
     fleet.worker("a")
-    turn_id = fleet.accept("salt " * 3000, max_tokens=8)
+    turn_id = fleet.accept("salt " * 1200, max_tokens=8)
     thread = fleet.start("a", turn_id)
     _wait_for_tokens(fleet, turn_id, 1)
     fleet.control.run(cancel(fleet.tenant, turn_id))
