@@ -9,14 +9,10 @@ run as the thing to compare with. `floor` is a bare socket pair between two proc
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import resource
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +21,7 @@ from typing import Any
 
 import redis
 
+from benchmarks._record import figure, write
 from deploy.embedded import EmbeddedServer, EmbeddedSpec
 from snapshot_store.chain import PrefixChain
 from snapshot_store.expected_page import ExpectedPage
@@ -48,7 +45,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=256, help="bytes moved per sample")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "store.json")
+    parser.add_argument("--out", type=Path, help="default: results/store.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvalet-bench-") as folder:
         server = _server(Path(folder), 2 * arguments.megabytes + 256)
@@ -56,7 +53,7 @@ def main() -> None:
             samples = _measure(server.url, arguments.megabytes << 20)
         finally:
             server.stop()
-    _write(arguments.out, samples)
+    write("store", samples, arguments.out, redis_py=redis.__version__)
 
 
 def _server(folder: Path, maxmemory_mib: int) -> EmbeddedServer:
@@ -67,7 +64,7 @@ def _server(folder: Path, maxmemory_mib: int) -> EmbeddedServer:
 
 
 def _measure(url: str, total_bytes: int) -> list[dict[str, Any]]:
-    samples = [_sample("floor", "socket pair", 4 << 20, 1, total_bytes, lambda: _socket_pair(total_bytes))]
+    samples = [_sample("floor", "socket-pair", 4 << 20, 1, total_bytes, lambda: _socket_pair(total_bytes))]
     for page_bytes in PAGE_BYTES:
         num_pages = max(1, total_bytes // page_bytes)
         samples += _measure_redis_py(url, page_bytes, num_pages)
@@ -163,22 +160,12 @@ def _sample(
         seconds.append(time.perf_counter() - started)
         cpu_seconds.append(_cpu_seconds() - used)
     gigabytes = moved / 1e9
-    sample = {
-        "operation": operation,
-        "client": client,
-        "page_bytes": page_bytes,
-        "connections": connections,
-        "gb_per_s": round(gigabytes / statistics.median(seconds), 3),
-        "cpu_s_per_gb": round(statistics.median(cpu_seconds) / gigabytes, 3),
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-    }
-    print(
-        f"{operation:6} {client:12} {page_bytes / (1 << 20):4.0f} MiB  {connections} connections  "
-        f"{sample['gb_per_s']:7.2f} GB/s  {sample['cpu_s_per_gb']:6.2f} CPU-s/GB",
-        flush=True,
+    return figure(
+        f"{operation}_{client}_{page_bytes >> 20}MiB_x{connections}",
+        [gigabytes / value for value in seconds],
+        "GB/s",
+        cpu_s_per_gb=round(statistics.median(cpu_seconds) / gigabytes, 3),
     )
-    return sample
 
 
 def _cpu_seconds() -> float:
@@ -201,25 +188,6 @@ def _socket_pair(total_bytes: int) -> None:
         pass
     ours.close()
     os.waitpid(child, 0)
-
-
-def _write(out: Path, samples: list[dict[str, Any]]) -> None:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    document = {
-        "command": " ".join(["python", "-m", "benchmarks.store", *sys.argv[1:]]),
-        "commit": commit,
-        "machine": {
-            "cores": os.cpu_count(),
-            "load": os.getloadavg(),
-            "platform": platform.platform(),
-            "python": platform.python_version(),
-            "redis_py": redis.__version__,
-        },
-        "samples": samples,
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
-    print(f"written to {out}")
 
 
 if __name__ == "__main__":
