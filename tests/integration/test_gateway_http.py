@@ -19,6 +19,7 @@ from tests.gateway_fleet import (
     Script,
     SharedStack,
     chat_body,
+    echo,
     frames_of,
     gateway,
     shared_stack,
@@ -337,3 +338,26 @@ def test_http_host_durability_is_taken_where_control_syncs_every_write(
 def test_http_host_durability_as_a_setting_is_not_ready_without_it(control_server: ValkeyServer) -> None:
     with gateway(control_server, durability="host") as url:
         wait_until(lambda: httpx.get(f"{url}/ready").json().get("reason") == "durability_unsupported")
+
+
+def test_http_cancelled_turn_adds_nothing_to_its_conversation(client: httpx.Client, worker: FakeWorker) -> None:
+    conversation = client.post("/v1/conversations").json()["id"]
+    worker.script = lambda _: Script(("x ",) * 1000, pause_s=0.02)
+    body = response_body("first", conversation=conversation, background=True)
+    turn = client.post("/v1/responses", json=body).json()["id"]
+    wait_until(lambda: client.get(f"/v1/responses/{turn}").json()["status"] == "in_progress")
+    assert client.post(f"/v1/responses/{turn}/cancel").json()["status"] == "cancelled"
+    worker.script = echo
+    assert client.post("/v1/responses", json=response_body("second", conversation=conversation)).status_code == 200
+    items = client.get(f"/v1/conversations/{conversation}/items?order=asc").json()["data"]
+    assert [item["content"][0]["text"] for item in items] == ["second", "second"]
+
+
+def test_http_choices_beyond_the_queue_are_refused_together(control_server: ValkeyServer) -> None:
+    worker = FakeWorker(control_server, script=lambda _: Script(("x ",) * 1000, pause_s=0.02))
+    with stack(control_server, worker, max_queued=2) as url:
+        refused = httpx.post(f"{url}/v1/chat/completions", json=chat_body(n=3), timeout=20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        worker.script = echo
+        body = chat_body(n=2)
+        wait_until(lambda: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20).status_code == 200)
