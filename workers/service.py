@@ -34,10 +34,11 @@ from workers.parking.turn_pages import TurnPages
 from workers.prompt.builder import PromptBuilder
 from workers.prompt.sandbox import TemplateSandbox
 from workers.settings import WorkerSettings
-from workers.turn_runner import TurnRunner, WorkerParts
+from workers.turn_runner import TurnRunner
 from workers.turns.calls import end_worker_leases
 from workers.turns.control import TurnControl, connect
 from workers.turns.leasing import Claimant
+from workers.worker_parts import WorkerParts
 
 _log = logging.getLogger(__name__)
 _FINGERPRINT_TTL_S = 30 * 24 * 3600

@@ -12,70 +12,29 @@ import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from gpu.cache import HoldKind
-from gpu.plan import SamplingParams
-from snapshot_store.chain import PrefixChain
-from snapshot_store.transcript import CacheScope, TranscriptEntry
-from workers.conversation import Conversations, FrozenTurn, digests_of, with_reply
-from workers.dispatch import Dispatcher
-from workers.engine.engine import Engine
-from workers.engine.requests import (
-    EngineOutput,
-    EngineRequest,
-    EngineTurn,
-    Failed,
-    Finished,
-    Preempted,
-    SealedEvent,
-    Token,
-)
-from workers.errors import ContextOverflow, LeaseLost, TurnCancelled, TurnFailed, WorkerDraining, WorkerQuarantined
-from workers.live_turns import LiveTurn, LiveTurns
-from workers.parking.identity import WriterIdentity
-from workers.parking.park import Parking
-from workers.parking.restore import Resolution, Restorer
+from workers.conversation import FrozenTurn, digests_of, with_reply
+from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
+from workers.errors import LeaseLost, TurnCancelled, TurnFailed, WorkerDraining, WorkerQuarantined
+from workers.live_turns import LiveTurn
+from workers.parking.restore import Resolution
 from workers.parking.turn_pages import TurnPages
 from workers.prompt.errors import PromptError
-from workers.prompt.tokenizer import Tokenizer
 from workers.reply import Reply
 from workers.turn_report import TurnReport
+from workers.turn_shape import engine_request, reply_limit, transcript_entry, turn_pages
 from workers.turns.calls import append_events, claim, commit, finish, release
-from workers.turns.control import TurnControl
 from workers.turns.errors import ControlUnavailable, StaleLease, TurnControlError, TurnEnded
 from workers.turns.events import TurnEvent, TurnState
-from workers.turns.leasing import Claimant
 from workers.turns.outcomes import Dispatch
 from workers.turns.records import ClaimedTurn
+from workers.worker_parts import WorkerParts
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What a runner works with; made once by the service."""
-
-    control: TurnControl
-    dispatcher: Dispatcher
-    live: LiveTurns
-    conversations: Conversations
-    tokenizer: Tokenizer
-    engine: Engine
-    restorer: Restorer
-    parking: Parking
-    identity: WriterIdentity
-    claimant: Callable[[], Claimant]
-    salt_of: Callable[[str], bytes]
-    ttl_s: Callable[[TurnPages], int]
-    is_parked: Callable[[TurnPages], bool]
-    on_committed: Callable[[TranscriptEntry, TurnPages, str], None]
-    on_turn: Callable[[TurnReport], None]
-    context_length: int
-    arena_cells: int
 
 
 class TurnRunner:
@@ -111,8 +70,6 @@ class _Run:
             self._reply.replay(claimed.emitted_ids)
         self._report = TurnReport(time.monotonic())
         self._solo = claimed.solo
-        self._sent_number = claimed.next_number
-        self._pages: TurnPages | None = None
 
     def run(self) -> None:
         """Bring the turn to its end, or leave it to another worker."""
@@ -141,58 +98,26 @@ class _Run:
     def _tell(self) -> None:
         turn = self._parts.conversations.freeze(self._claimed)
         self._report.prompt_tokens = len(turn.ids)
-        max_tokens = self._max_tokens(turn)
+        max_tokens = reply_limit(self._parts, self._claimed, turn)
         self._send_started(turn)
-        self._pages = self._pages_of(turn)
-        reason = "stop" if self._reply.stopped else self._generate(turn, max_tokens)
-        self._commit(turn, reason)
+        pages = turn_pages(self._parts, self._claimed, turn)
+        reason = self._generate(turn, pages, max_tokens)
+        self._commit(turn, pages, reason)
 
     # -- before the first step -------------------------------------------------------------------------------------
-
-    def _max_tokens(self, turn: FrozenTurn) -> int:
-        """The reply's limit in tokens. Raises ContextOverflow when nothing fits."""
-        parts, asked = self._parts, self._claimed.request.max_tokens
-        limit = min(parts.context_length, parts.arena_cells)
-        if len(turn.ids) >= limit:
-            what = "context length" if parts.context_length <= parts.arena_cells else "KV cache"
-            raise ContextOverflow(len(turn.ids), limit, what)
-        room = limit - len(turn.ids)
-        if asked is not None and asked > room and parts.arena_cells < parts.context_length:
-            total = len(turn.ids) + min(asked, parts.context_length - len(turn.ids))
-            if total > parts.arena_cells:
-                raise ContextOverflow(total, parts.arena_cells, "KV cache")
-        return room if asked is None else min(asked, room)
 
     def _send_started(self, turn: FrozenTurn) -> None:
         if not self._claimed.started:
             info = {"prompt_tokens": len(turn.ids)}
             self._send([self._reply.started(info)])
 
-    def _pages_of(self, turn: FrozenTurn) -> TurnPages:
-        request, identity = self._claimed.request, self._parts.identity
-        scope_id = {
-            CacheScope.TENANT: request.tenant,
-            CacheScope.KEY: request.key_id,
-            CacheScope.CONVERSATION: turn.root_id,
-        }[request.scope]
-        chain = PrefixChain(
-            identity.format_digest,
-            identity.numerics_digest,
-            self._parts.salt_of(request.tenant),
-            request.scope,
-            scope_id,
-            self._parts.engine.cache.layout.page_size,
-        )
-        return TurnPages(request.tenant, chain, request.stateless, self._claimed.lease.epoch)
-
     # -- the engine --------------------------------------------------------------------------------------------------
 
-    def _generate(self, turn: FrozenTurn, max_tokens: int) -> str:
+    def _generate(self, turn: FrozenTurn, pages: TurnPages, max_tokens: int) -> str:
         """Compute the reply, as often as its pages are taken away; returns the finish reason."""
-        assert self._pages is not None
         while True:
             self._report.attempts += 1
-            end = self._attempt(turn, self._pages, max_tokens)
+            end = self._attempt(turn, pages, max_tokens)
             if isinstance(end, Finished):
                 return end.reason
             if isinstance(end, Failed):
@@ -204,14 +129,16 @@ class _Run:
     def _attempt(self, turn: FrozenTurn, pages: TurnPages, max_tokens: int) -> EngineOutput:
         """Admit, resolve, compute: until the reply ends or the engine gives the turn up."""
         parts = self._parts
-        engine_turn = EngineTurn(self._engine_request(turn, max_tokens), pages, self._park)
+        forced_ids = tuple(self._reply.output_ids)
+        request = engine_request(parts, self._claimed, turn, forced_ids, max_tokens, self._order, self._solo)
+        engine_turn = EngineTurn(request, pages, lambda event: self._park(event, pages))
         self._live.watch(engine_turn)
         running = parts.engine.admit(engine_turn)
         try:
             while not engine_turn.admitted.wait(_POLL_S):
                 self._leave_if_interrupted()
             self._leave_if_interrupted()
-            token_ids = engine_turn.request.known_ids
+            token_ids = request.known_ids
             pages.cover(token_ids)
             known = len(token_ids) if self._reply.output_ids else turn.shared_length
             resolution = parts.restorer.resolve(running, pages, token_ids, known // pages.chain.page_size)
@@ -224,26 +151,9 @@ class _Run:
             self._live.watch(None)
             parts.engine.discard(running)
 
-    def _engine_request(self, turn: FrozenTurn, max_tokens: int) -> EngineRequest:
-        request, bundle = self._claimed.request, self._parts.tokenizer.bundle
-        end_ids = () if request.ignore_eos else bundle.end_ids
-        sampling = SamplingParams(**{**request.sampling, "min_tokens": request.min_tokens, "end_ids": end_ids})
-        return EngineRequest(
-            turn_id=request.turn_id,
-            prompt_ids=turn.ids,
-            forced_ids=tuple(self._reply.output_ids),
-            sampling=sampling,
-            max_tokens=max_tokens,
-            end_ids=frozenset(end_ids),
-            priority=request.priority,
-            order=self._order,
-            solo=self._solo,
-        )
-
-    def _park(self, event: SealedEvent) -> None:
-        assert self._pages is not None
-        if self._parts.is_parked(self._pages):
-            self._parts.parking.park(event, self._pages, self._parts.ttl_s(self._pages))
+    def _park(self, event: SealedEvent, pages: TurnPages) -> None:
+        if self._parts.is_parked(pages):
+            self._parts.parking.park(event, pages, self._parts.ttl_s(pages))
         else:
             self._parts.engine.cache.release(event.page, HoldKind.UPLOAD)
 
@@ -254,7 +164,7 @@ class _Run:
             outputs = _take_all(engine_turn.outputs)
             num_tokens = sum(isinstance(output, Token) for output in outputs)
             if first and num_tokens:
-                computed = num_known - resolution.num_pages * self._page_size
+                computed = num_known - resolution.num_pages * self._parts.page_size
                 self._parts.restorer.rates.observe_prefill(computed, time.monotonic() - begun)
                 first = False
             self._report.note_tokens(num_tokens)
@@ -282,7 +192,6 @@ class _Run:
 
     def _send(self, events: list[TurnEvent]) -> None:
         answer = self._parts.control.run(append_events(self._claimed.lease, events))
-        self._sent_number = answer.next_number
         if answer.stop is not None and self._live.stop is None:
             self._live.interrupt(stop=answer.stop)
 
@@ -296,66 +205,27 @@ class _Run:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _commit(self, turn: FrozenTurn, reason: str) -> None:
+    def _commit(self, turn: FrozenTurn, pages: TurnPages, reason: str) -> None:
         claimed, reply = self._claimed, self._reply
         reply.close()
         if reply.stopped:
             reason = "stop"
         state = TurnState.COMPLETED if reason == "stop" else TurnState.INCOMPLETE
-        entry = self._entry(turn, reason)
+        entry = transcript_entry(self._parts, claimed, turn, reply, self._report, reason)
         terminal = reply.finish(state, reason, self._usage(), {})
         digests = digests_of(claimed, with_reply(turn.history, reply.text)) if claimed.request.stateless else []
         call = commit(
             claimed.lease,
             entry,
             [terminal],
-            served_tokens=len(turn.ids) - self._cached_tokens + len(reply.output_ids),
+            served_tokens=len(turn.ids) - self._report.cached_tokens(self._parts.page_size) + len(reply.output_ids),
             history_digest=digests[-1] if digests else None,
             ancestors=[ancestor.turn_id for ancestor in turn.path],
             durable=claimed.request.durability == "host",
         )
         self._dispatch(self._parts.control.run(call).dispatches)
         self._report.end = state.value
-        assert self._pages is not None
-        self._parts.on_committed(entry, self._pages, claimed.lease.branch)
-
-    def _entry(self, turn: FrozenTurn, reason: str) -> TranscriptEntry:
-        request, reply, lease, identity = self._claimed.request, self._reply, self._claimed.lease, self._parts.identity
-        assert self._pages is not None
-        resolution = self._report.resolution
-        extra: dict[str, object] = {"usage": self._usage()}
-        if resolution.reasons:
-            extra["recompute"] = dict(resolution.reasons)
-        if turn.whole_reason is not None:
-            extra["tokenized_whole"] = turn.whole_reason
-        return TranscriptEntry(
-            turn_id=request.turn_id,
-            tenant=request.tenant,
-            model=request.model,
-            parent_id=turn.parent_id,
-            root_id=turn.root_id,
-            conversation_id=request.conversation_id,
-            scope=request.scope,
-            scope_id={CacheScope.TENANT: request.tenant, CacheScope.KEY: request.key_id}.get(
-                request.scope, turn.root_id
-            ),
-            created_at=request.created_at,
-            committed_at=time.time(),
-            template_time=turn.template_time,
-            shared_length=turn.shared_length,
-            input_ids=turn.ids[turn.shared_length :],
-            output_ids=tuple(reply.output_ids),
-            messages=turn.new_messages,
-            output_text=reply.text,
-            finish_reason=reason,
-            format_digest=identity.format_digest,
-            numerics_digest=identity.numerics_digest,
-            worker_id=lease.worker_id,
-            epoch=lease.epoch,
-            cached_tokens=self._cached_tokens,
-            prompt_tokens=len(turn.ids),
-            extra=extra,
-        )
+        self._parts.on_committed(entry, pages, claimed.lease.branch)
 
     def _finish(self, state: TurnState, error: TurnFailed | None) -> None:
         """End the turn without moving the head."""
@@ -385,17 +255,8 @@ class _Run:
                 _log.info("the sweeper will send turn %s: %s", message.turn_id, error)
 
     def _usage(self) -> dict[str, Any]:
-        lease = self._claimed.lease
-        num_output = len(self._reply.output_ids)
-        return self._report.usage(num_output, self._page_size, lease.worker_id, self._claimed.crashes + 1)
-
-    @property
-    def _cached_tokens(self) -> int:
-        return self._report.cached_tokens(self._page_size)
-
-    @property
-    def _page_size(self) -> int:
-        return self._parts.engine.cache.layout.page_size
+        num_output, lease = len(self._reply.output_ids), self._claimed.lease
+        return self._report.usage(num_output, self._parts.page_size, lease.worker_id, self._claimed.crashes + 1)
 
     @property
     def _turn_id(self) -> str:

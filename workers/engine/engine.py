@@ -262,8 +262,7 @@ class Engine:
 
     def _seal_full_pages(self, running: RunningTurn) -> None:
         """Mint every page that has become full and proven, and hand it to parking with an UPLOAD hold."""
-        sequence, pages, page_size = running.sequence, running.turn.pages, self.cache.layout.page_size
-        assert sequence is not None
+        sequence, pages, page_size = running.loaded, running.turn.pages, self.cache.layout.page_size
         while running.num_sealed in self.cache.sealable(sequence):
             index = running.num_sealed
             token_ids = tuple(running.ids[index * page_size : (index + 1) * page_size])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gpu.cache import Sequence
+from gpu.errors import HoldViolation
 from gpu.sampling import TokenHistory
 from workers.engine.requests import EngineTurn
 
@@ -43,6 +44,13 @@ class RunningTurn:
         request = turn.request
         history = TokenHistory(request.prompt_ids, request.forced_ids)
         return cls(turn, list(request.known_ids), history, solo=request.solo)
+
+    @property
+    def loaded(self) -> Sequence:
+        """The sequence of an admitted turn."""
+        if self.sequence is None:
+            raise HoldViolation(f"turn {self.turn.request.turn_id} has no sequence yet")
+        return self.sequence
 
     @property
     def num_output(self) -> int:

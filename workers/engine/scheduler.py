@@ -48,18 +48,16 @@ def _prefills(turn: RunningTurn) -> bool:
 
 
 def _decode_entry(turn: RunningTurn) -> PlanEntry:
-    assert turn.sequence is not None
     tokens = () if turn.unread else (turn.ids[-1],)
     return PlanEntry(
-        turn.sequence, RowKind.DECODE, tokens, turn.turn.request.sampling, turn.num_launched_output, turn.history
+        turn.loaded, RowKind.DECODE, tokens, turn.turn.request.sampling, turn.num_launched_output, turn.history
     )
 
 
 def _prefill_entry(turn: RunningTurn, num_rows: int) -> PlanEntry:
-    assert turn.sequence is not None
-    start = turn.sequence.length
+    start = turn.loaded.length
     tokens = tuple(turn.ids[start : start + num_rows])
     if start + num_rows < len(turn.ids) or not turn.wants_more:
-        return PlanEntry(turn.sequence, RowKind.PREFILL, tokens)
+        return PlanEntry(turn.loaded, RowKind.PREFILL, tokens)
     sampling = turn.turn.request.sampling
-    return PlanEntry(turn.sequence, RowKind.PREFILL, tokens, sampling, turn.num_output, turn.history)
+    return PlanEntry(turn.loaded, RowKind.PREFILL, tokens, sampling, turn.num_output, turn.history)
