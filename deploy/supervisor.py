@@ -27,7 +27,7 @@ class RestartPolicy:
     first_s: float = 0.5
     longest_s: float = 30.0
     healthy_s: float = 30.0
-    start_attempts: int = 3
+    start_attempts: int = 2
 
     def pause_s(self, deaths: int) -> float:
         """Seconds before the next start after `deaths` deaths in a row."""
