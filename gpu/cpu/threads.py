@@ -24,11 +24,12 @@ WORD, DONE, CLOSED, TASK = 0, 8, 16, 24
 BOARD_WORDS = TASK + TASK_FIELDS
 SCRATCH_FLOATS = 1 << 18
 SPINS = 3000
-YIELD_AFTER = 2000
+SPINS_OF_CALLER = 1000
+NAP_US = 50
 _LOW = 0xFFFFFFFF
 
 Task = NDArray[np.int64]
-_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
+_usleep: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 class CpuThreads:
@@ -95,8 +96,8 @@ def work(board: Any, task: Any, scratch: int, spins: int) -> None:
     while len(task) > 0 and atomic_load(board, DONE) < task[CHUNKS]:
         spin_hint()
         waited += 1
-        if waited > YIELD_AFTER:
-            _sched_yield()
+        if waited > SPINS_OF_CALLER:
+            _usleep(NAP_US)
 
 
 @jit
