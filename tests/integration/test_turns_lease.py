@@ -258,6 +258,18 @@ def test_sweep_sends_a_turn_that_waits_beside_an_idle_slot_after_two_seconds(con
     assert len(control.run(calls.sweep())) == 1
 
 
+def test_sweep_sends_nothing_to_a_queue_that_holds_a_message_for_every_turn(control: TurnControl) -> None:
+    for turn_id in ("a", "b"):
+        accepted(control, turn_id)
+    sent = []
+    for num_messages in range(4):
+        control.client.zadd("kvalet:-:due", {"a": 0, "b": 0})
+        sent.append(len(control.run(calls.sweep())))
+        control.client.delete("kvalet.model.tiny")
+        control.client.rpush("kvalet.model.tiny", *["message"] * (num_messages + 1))
+    assert sent == [2, 1, 0, 0]
+
+
 def test_sweep_ends_a_turn_whose_deadline_has_passed(control: TurnControl) -> None:
     accepted(control, "a", deadline=time.time() - 1)
     control.run(calls.sweep())

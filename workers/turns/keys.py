@@ -29,6 +29,8 @@ stands in the record and every operation that a client can reach compares it.
     kvalet:-:bundle:<digest>                string, tokenizer bundle
     kvalet:-:quarantine                     hash, boot id -> time (ms) and reason
     kvalet:-:dead-letters                   list, messages that no worker could read
+    kvalet.model.<model>                    list, Celery's queue of a model (the broker is control)
+    kvalet.worker.<worker>                  list, Celery's queue of one worker
     kvalet:<tenant>:idempotency:<digest>    hash {body, turn}
     kvalet:<tenant>:history:<digest>        string, turn whose reply ends this history
     kvalet:<tenant>:transcript:<turn>       snapshot_store.keys
@@ -69,6 +71,8 @@ LUA_KEYS: Final[Mapping[str, str]] = MappingProxyType(
         "bundle": "kvalet:-:bundle:",
         "quarantine": "kvalet:-:quarantine",
         "dead_letters": "kvalet:-:dead-letters",
+        "model_queue": "kvalet.model.",
+        "worker_queue": "kvalet.worker.",
         "tenant": "kvalet:",
         "transcript": ":transcript:",
     }
@@ -100,9 +104,9 @@ def tenant_key(tenant: str, kind: str, name: str) -> str:
 
 def model_queue(model: str) -> str:
     """Celery queue of a model."""
-    return f"kvalet.model.{model}"
+    return LUA_KEYS["model_queue"] + model
 
 
 def worker_queue(worker_id: str) -> str:
     """Celery queue of one worker."""
-    return f"kvalet.worker.{worker_id}"
+    return LUA_KEYS["worker_queue"] + worker_id

@@ -13,7 +13,7 @@ def sweep(limit: int = MAX_SENDS_PER_SWEEP) -> ScriptCall[tuple[Dispatch, ...]]:
     """End expired leases (a crash is counted) and passed deadlines; return the messages that are due.
 
     A runnable turn without a lease is due 10 s after its last message, then 20, 40, 60, 60 ... s, but 2 s after it
-    while a worker that may take it reports an idle slot; one whose lease has just ended is due at once. Any number of
-    sweepers may run.
+    while a worker that may take it reports an idle slot; one whose lease has just ended is due at once. Nothing is sent
+    to a queue that holds a message for every turn that waits for it. Any number of sweepers may run.
     """
     return ScriptCall(load_script("sweep"), (), (limit,), dispatches)

@@ -1,5 +1,6 @@
 -- What no message, worker or client can lose. ARGV: most messages to return
--- Keys: leased, deadlines, due, turn, queues, workers, worker. Returns messages to send
+-- Keys: leased, deadlines, due, turn, queued/forced, tenants, workers, worker, model_queue, worker_queue
+-- Returns messages to send
 local now, limit, sends = now_ms(), tonumber(ARGV[1]), {}
 lose_expired_leases(now, limit, sends)
 for _, id in ipairs(call('ZRANGEBYSCORE', K.deadlines, '-inf', now, 'LIMIT', 0, limit)) do
@@ -26,6 +27,26 @@ local function is_overlooked(turn)
   return true
 end
 
+-- A message brings any turn of its queue, so a queue with a message for each has lost none; without workers it would
+-- grow for ever. A worker's own queue is also used for turns that others may take: hence the slack.
+local room = {}
+local function has_room(turn)
+  local queue, wanted = K.worker_queue .. turn.worker, 0
+  if turn.worker == '' then queue = K.model_queue .. turn.model end
+  if room[queue] == nil then
+    if turn.worker ~= '' then
+      wanted = 2 * call('ZCARD', K.forced .. turn.worker) + 8
+    else
+      for _, tenant in ipairs(call('ZRANGE', K.tenants .. turn.model, 0, -1)) do
+        wanted = wanted + call('ZCARD', K.queued .. turn.model .. ':' .. tenant)
+      end
+    end
+    room[queue] = wanted - call('LLEN', queue)
+  end
+  room[queue] = room[queue] - 1
+  return room[queue] >= 0
+end
+
 local due = call('ZRANGE', K.due, 0, limit - 1, 'WITHSCORES')
 for i = 1, #due, 2 do
   local id, is_due = due[i], tonumber(due[i + 1]) <= now
@@ -34,7 +55,7 @@ for i = 1, #due, 2 do
     call('ZREM', K.due, id)
   elseif is_due or is_overlooked(turn) then
     -- Only the first message goes to the hottest worker; a repeat goes to whoever is there.
-    sends[#sends + 1] = {id, turn.model, turn.worker}
+    if has_room(turn) then sends[#sends + 1] = {id, turn.model, turn.worker} end
     local delay = tonumber(turn.delay_ms)
     call('ZADD', K.due, now + delay, id)
     set(turn, 'delay_ms', is_due and math.min(2 * delay, LONGEST_RESEND_MS) or delay, 'sent_ms', int(now))
