@@ -195,13 +195,14 @@ def gateway(
 
 @app.command()
 def config() -> None:
-    """Print the settings in force and where each comes from."""
-    table = Table(show_edge=False)
-    for heading in ("process", "variable", "value", "source"):
-        table.add_column(heading, overflow="fold")
+    """Print the settings in force and where each comes from, as lines that an environment file takes."""
+    process = ""
     for setting in settings_in_force():
-        table.add_row(setting.process, setting.variable, setting.value, setting.source)
-    _out.print(table)
+        if setting.process != process:
+            process = setting.process
+            _out.print(f"# {process}", highlight=False)
+        line = f"{setting.variable}={setting.value}"
+        _out.print(f"{line:<60} # {setting.source}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -70,7 +70,9 @@ def _rows(process: str, prefix: str, settings: BaseModel) -> list[Setting]:
 
 
 def _shown(value: object) -> str:
-    """A value as text, without the password of a URL."""
+    """A value as text, without the password of a URL; nothing for None."""
+    if value is None:
+        return ""
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     if "://" not in text or "@" not in text:
         return text
