@@ -123,7 +123,8 @@ def test_header_length_of_any_numbers_is_bounded(raw: bytes) -> None:
 
 @patient()
 @given(
-    st.lists(token_ids, max_size=50), st.lists(token_ids, max_size=50), st.lists(st.dictionaries(text, plain, max_size=3), max_size=2),
+    st.lists(token_ids, max_size=50), st.lists(token_ids, max_size=50),
+    st.lists(st.dictionaries(text, plain, max_size=3), max_size=2),
     st.dictionaries(text, plain, max_size=4), text, st.sampled_from(CacheScope), st.integers(0, 2**53),
 )  # fmt: skip
 def test_transcript_entry_read_back_is_equal(
