@@ -10,7 +10,7 @@ import threading
 from typing import Protocol
 
 from workers.registry import take_dead_workers
-from workers.turns.calls import end_worker_leases, sweep
+from workers.turns.calls import sweep
 from workers.turns.control import TurnControl
 from workers.turns.errors import TurnControlError
 from workers.turns.outcomes import Dispatch
@@ -72,14 +72,3 @@ class Sweeper:
         if not self._is_down:
             log.warning("sweep: %s", error)
         self._is_down = True
-
-
-def end_dead_worker(control: TurnControl, sender: MessageSender, worker_id: str, boot_id: str | None = None) -> int:
-    """End the leases of a worker process that has been reaped and send its turns on; returns how many.
-
-    For supervisors, which know of the death before the leases run out. Raises TurnControlError.
-    """
-    messages = control.run(end_worker_leases(worker_id, boot_id=boot_id))
-    for message in messages:
-        sender.send(message)
-    return len(messages)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from tests.worker_process import CeleryWorker, Fleet, wait_until
-from workers.sweeper import end_dead_worker
 from workers.turns import calls
 from workers.turns.events import TurnState
 
@@ -35,7 +34,8 @@ def test_poison_turn_fails_after_bounded_runs_and_others_proceed(fleet: Fleet, s
     worker = start_worker(f"w{workers}")
     while fleet.state("poison") is not TurnState.FAILED and time.monotonic() < deadline:
         if worker.process.poll() is not None:
-            end_dead_worker(fleet.control, fleet.dispatcher, worker.worker_id)
+            for message in fleet.control.run(calls.end_worker_leases(worker.worker_id)):
+                fleet.dispatcher.send(message)
             workers += 1
             worker = start_worker(f"w{workers}")
         time.sleep(0.05)
