@@ -145,7 +145,9 @@ def _page_step(
     unpack_values(task, page, kv_head, cells, values, padded, scales)
     query, count = first * group, (item[2] - first) * group
     score_rows = scores + 4 * query * page_size
-    product_f32(q + 4 * query * padded, padded, keys, page_size, head_dim, score_rows, page_size, count, width, 0)
+    product_f32(
+        q + 4 * query * padded, padded, keys, page_size, head_dim, score_rows, page_size, count, width, np.int64(0)
+    )
     full = first
     for row in range(first, item[2]):
         visible = min(page_size, positions[item[1] + row] + 1 - start)
@@ -165,4 +167,6 @@ def _accumulate(
 ) -> None:
     """state += probabilities times V over the first `cells` cells."""
     place = state + 4 * query * padded
-    product_f32(scores + 4 * query * page_size, page_size, values, padded, cells, place, padded, count, padded, 1)
+    product_f32(
+        scores + 4 * query * page_size, page_size, values, padded, cells, place, padded, count, padded, np.int64(1)
+    )

@@ -1,7 +1,7 @@
 """Dense kernels: products of a few rows with packed weights, in blocks of 64 outputs.
 
 One chunk of a task computes one block of 64 outputs for all rows, so threads share work by output columns and no sum
-is ever split.
+is ever split. Constant arguments are passed as np.int64: Numba would compile a function once more for each literal.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _block(task: Any, matrix: int, block: int, scratch: int) -> None:
     out, stride = task[matrix + OUT] + block * BLOCK_ROWS * 4, task[matrix + OUT_STRIDE]
     x, x_stride = task[X], task[X_STRIDE]
     if storage == STORED_F32:
-        _wide(x, x_stride, codes, BLOCK_ROWS, num, out, stride, rows, 0)
+        _wide(x, x_stride, codes, BLOCK_ROWS, num, out, stride, rows, np.int64(0))
     elif rows < UNPACK_ROWS:
         _packed(storage, x, x_stride, codes, scales, minimums, num, out, stride, rows)
     else:
@@ -121,7 +121,7 @@ def _block(task: Any, matrix: int, block: int, scratch: int) -> None:
             offset = first // GROUP_COLS * BLOCK_ROWS * 4
             panel = codes + first * input_bytes
             _unpack(storage, panel, scales + offset, minimums + offset, count, scratch)
-            _wide(x + 4 * first, x_stride, scratch, BLOCK_ROWS, count, out, stride, rows, 1 if first else 0)
+            _wide(x + 4 * first, x_stride, scratch, BLOCK_ROWS, count, out, stride, rows, np.int64(first > 0))
 
 
 @jit

@@ -52,7 +52,7 @@ def page_address(task: Any, sequence: int, page: int) -> int:
 def unpack_keys(task: Any, page: int, kv_head: int, cells: int, keys: int, scales: int) -> None:
     """K of one head as f32 [dim][page_size], 16 cells at a time; beyond `cells` are values that nobody reads."""
     head_dim, page_size, kind = task[HEAD_DIM], task[PAGE_SIZE], task[K_PLANE + KIND]
-    codes, group = _load_plane(task, K_PLANE, page, kv_head, cells, scales)
+    codes, group = _load_plane(task, np.int64(K_PLANE), page, kv_head, cells, scales)
     blocks = (cells + 15) // 16
     if kind == KIND_INT8:
         _keys_int8(codes, scales, blocks, head_dim, keys, page_size, group)
@@ -69,7 +69,7 @@ def unpack_keys(task: Any, page: int, kv_head: int, cells: int, keys: int, scale
 def unpack_values(task: Any, page: int, kv_head: int, cells: int, values: int, padded: int, scales: int) -> None:
     """V of one head as f32 [cell][padded dim]."""
     head_dim, page_size, kind = task[HEAD_DIM], task[PAGE_SIZE], task[V_PLANE + KIND]
-    codes, group = _load_plane(task, V_PLANE, page, kv_head, cells, scales)
+    codes, group = _load_plane(task, np.int64(V_PLANE), page, kv_head, cells, scales)
     if kind == KIND_INT8:
         _values_int8(codes, scales, cells, head_dim, values, page_size, group)
     elif kind == KIND_Q4:
