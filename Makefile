@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 # The first of these that runs and is a version we support; PYTHON=... overrides.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
-PYTEST_ARGS ?=
+# Two processes: most tests wait for processes and servers of their own. Files stay whole, since some share a stack.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: help setup demo check test sim bench up lock check-images format clean
 
@@ -48,7 +49,7 @@ test: setup  ## The whole test suite.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 sim: setup  ## The simulation tests alone.
-	$(BIN)/python -m pytest tests/simulation $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/simulation
 
 bench: setup  ## The benchmarks; results go to benchmarks/results/.
 	$(BIN)/python -m benchmarks
