@@ -33,7 +33,7 @@ def client(shared: SharedStack) -> Iterator[httpx.Client]:
     [
         "086c5e57-5258-4809-b1cc-78977cbed0f5", "resp_b18d181dc04140279e5910f4c75cd607", "..%2Fx", "resp_..%2Fx",
         "resp_x%00", "resp_", "chatcmpl-1",
-    ],  # fmt: skip
+    ],
 )
 def test_c34_unknown_id_is_404_for_every_call(client: httpx.Client, turn_id: str) -> None:
     path = f"/v1/responses/{turn_id}"
