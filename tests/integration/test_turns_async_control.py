@@ -15,9 +15,14 @@ from workers.turns.errors import ControlUnavailable
 from workers.turns.events import TurnState
 
 
-def test_async_control_runs_many_calls_at_once_on_bounded_connections(control_server: ValkeyServer) -> None:
+def test_async_control_runs_many_calls_at_once_on_bounded_connections(
+    start_server: Callable[..., ValkeyServer],
+) -> None:
+    # A server of its own: the shared one also counts connections that other tests have left to the collector.
+    server = start_server("control")
+
     async def story() -> tuple[list[TurnState | None], int]:
-        client = connect_async(control_server.url)
+        client = connect_async(server.url)
         control = AsyncTurnControl(client)
         await asyncio.gather(*(control.run(calls.accept(request(f"t{n}"), LIMITS)) for n in range(200)))
         states = await asyncio.gather(*(control.run(calls.get_turn_state("local", f"t{n}")) for n in range(200)))
