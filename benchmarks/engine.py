@@ -34,7 +34,7 @@ from workers.settings import WorkerSettings, default_model_path
 PROMPT, LONG, BATCH, CHUNK = 512, 4096, 8, 128
 STEPS, PREFILLS = 48, 5
 RESTORED_TOKENS = 4000
-PARK_TOKENS, PARK_PAIRS = 256, 6
+PARK_TOKENS, PARK_PAIRS = 192, 16
 
 
 def main() -> None:
@@ -243,7 +243,8 @@ def _parking(model: Path, threads: int) -> list[dict[str, Any]]:
         fleet.worker("keeps", park_stateless="never")
         for pair in range(PARK_PAIRS):
             asked = {"stateless": True, "max_tokens": PARK_TOKENS}
-            for name, samples in (("parks", with_parking), ("keeps", without)):
+            order = (("parks", with_parking), ("keeps", without))
+            for name, samples in order if pair % 2 else order[::-1]:
                 view = fleet.say(name, f"Story {pair}: tell of the harbour.", **asked)
                 samples.append(view.usage["token_ms"])
         fleet.settle()
