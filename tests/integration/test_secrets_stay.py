@@ -16,7 +16,8 @@ SECRETS = {"amber-17": "slate-52", "slate-52": "amber-17"}
 
 
 def _told(secret: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"The code is {secret}. Repeat the code."}]
+    question = f"The code is {secret}. Repeat the code."
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
 @pytest.mark.slow
