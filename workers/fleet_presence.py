@@ -101,20 +101,21 @@ class FleetPresence:
             self._nudged.wait(self._service.settings.heartbeat_s)
             self._nudged.clear()
             try:
-                self._report_quarantine()
+                self._report_failure()
                 self._refresh_quarantined()
                 if not self._stopping.is_set():
                     self._beat()
             except TurnControlError as error:
                 _log.warning("heartbeat failed: %s", error)
 
-    def _report_quarantine(self) -> None:
-        """A broken rule makes everything that this process wrote suspect: say so, then end the process."""
-        error = self._service.engine.quarantine
-        if error is None or self._reported:
+    def _report_failure(self) -> None:
+        """An engine that ended ends the process. After a broken rule all that it wrote is suspect: say so first."""
+        engine = self._service.engine
+        if engine.failure is None or self._reported:
             return
-        reason = f"{type(error).__name__}: {error}"
-        self._service.control.run(quarantine(self._service.boot_id.hex(), reason))
+        if engine.quarantine is not None:
+            reason = f"{type(engine.quarantine).__name__}: {engine.quarantine}"
+            self._service.control.run(quarantine(self._service.boot_id.hex(), reason))
         self._reported = True
         self._on_fatal()
 
@@ -156,7 +157,7 @@ class FleetPresence:
             numerics_digest=identity.numerics_digest.hex(),
             context_length=service.runtime.context_length,
             started_at=self._started_at,
-            draining=service.draining or service.engine.quarantine is not None,
+            draining=service.draining or service.engine.failure is not None,
             hot_branches=service.hot_branches(),
             info=self.figures(),
         )

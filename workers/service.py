@@ -109,7 +109,7 @@ class WorkerService:
 
     def run_turn(self, turn_id: str) -> None:
         """Claim this turn, or one that goes before it, and run it to its end here. While draining, do nothing."""
-        if self.draining or self.engine.quarantine is not None:
+        if self.draining or self.engine.failure is not None:
             return
         self.presence.nudge()
         self.runner.run(turn_id)
@@ -192,7 +192,7 @@ class WorkerService:
         return not pages.stateless or self.settings.park_stateless == "eager"
 
     def _is_healthy(self) -> bool:
-        return self.engine.quarantine is None and self.engine.seconds_without_progress < _STALL_S
+        return self.engine.failure is None and self.engine.seconds_without_progress < _STALL_S
 
 
 def check_two_servers(settings: WorkerSettings) -> None:

@@ -81,8 +81,12 @@ class _Run:
         except ControlUnavailable as error:
             self._report.end = "lost"
             _log.warning("turn %s: control is unavailable, its lease will expire: %s", self._turn_id, error)
-        except (WorkerQuarantined, WorkerDraining) as error:
-            self._hand_over("drained" if isinstance(error, WorkerDraining) else "quarantined")
+        except WorkerDraining:
+            self._hand_over()
+        except WorkerQuarantined as error:
+            # The lease runs out or is ended by the supervisor, and counts as a crash: this turn may be the cause.
+            self._report.end = "quarantined"
+            _log.warning("left turn %s to another worker: %s", self._turn_id, error)
         except TurnCancelled:
             self._finish(self._live.stop or TurnState.CANCELLED, None)
         except PromptError as error:
@@ -239,9 +243,9 @@ class _Run:
             self._report.end = "lost"
             _log.info("turn %s was not closed: %s", self._turn_id, failure)
 
-    def _hand_over(self, why: str) -> None:
+    def _hand_over(self) -> None:
         """Give the turn back: another worker goes on where the stream ends."""
-        self._report.end = why
+        self._report.end = "drained"
         try:
             self._dispatch(self._parts.control.run(release(self._claimed.lease)).dispatches)
         except TurnControlError as failure:

@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, backend: Backend, *, step_rows: int) -> None:
         self.backend = backend
         self.cache = backend.cache
-        self.quarantine: InvariantViolation | None = None
+        self.failure: Exception | None = None
         self._max_rows = min(step_rows, backend.max_rows)
         self._turns: list[RunningTurn] = []
         self._pending: collections.deque[tuple[list[tuple[RunningTurn, PlanEntry]], StepHandle]] = collections.deque()
@@ -58,6 +58,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- other threads ------------------------------------------------------------------------------------------
+
+    @property
+    def quarantine(self) -> InvariantViolation | None:
+        """The broken rule that ended the engine: everything that this process wrote is suspect."""
+        return self.failure if isinstance(self.failure, InvariantViolation) else None
 
     def launch_thread(self) -> None:
         """Start the engine thread."""
@@ -132,7 +137,10 @@ class Engine:
                 self._progress_at = time.monotonic()
         except InvariantViolation as error:
             _log.critical("quarantined: %s: %s", type(error).__name__, error)
-            self.quarantine = error
+            self.failure = error
+        except Exception as error:
+            _log.critical("the engine thread failed", exc_info=error)
+            self.failure = error
         finally:
             self._shut_down()
 
@@ -305,12 +313,12 @@ class Engine:
 
     def _check_alive(self) -> None:
         if not self._thread.is_alive():
-            raise WorkerQuarantined(str(self.quarantine or "the engine has stopped"))
+            raise WorkerQuarantined(str(self.failure or "the engine has stopped"))
 
     def _shut_down(self) -> None:
         for running in list(self._turns):
             running.phase = Phase.ENDED
-            reason = self.quarantine
+            reason = self.failure
             output = Preempted() if reason is None else Failed(WorkerQuarantined(str(reason)))
             running.turn.outputs.put(output)
         self._turns.clear()
@@ -322,7 +330,7 @@ class Engine:
             except queue.Empty:
                 return
             if command is not None:
-                command[1].set_exception(WorkerQuarantined(str(self.quarantine or "the engine has stopped")))
+                command[1].set_exception(WorkerQuarantined(str(self.failure or "the engine has stopped")))
 
 
 def _age(running: RunningTurn) -> tuple[int, int]:
