@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", default=default_model_path())
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kv", nargs="+", default=["f16", "k8v4"])
+    parser.add_argument("--kv", nargs="*", default=["f16", "k8v4"], help="formats; none: restore and parking alone")
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's benchmark, run beside")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
