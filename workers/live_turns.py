@@ -114,8 +114,10 @@ class LiveTurns:
             yield live
         finally:
             with self._lock:
-                self._live.pop(lease.turn_id, None)
-                self._renewed_at.pop(lease.turn_id, None)
+                # A later run of the same turn may have taken this entry's place: its lease must stay alive.
+                if self._live.get(lease.turn_id) is live:
+                    del self._live[lease.turn_id]
+                    del self._renewed_at[lease.turn_id]
 
     def interrupt_all(self, *, draining: bool) -> None:
         """Make every turn leave the engine, to be handed over."""

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpu.cache import HoldKind
+from snapshot_store.errors import StoreUnreachable
 from workers.conversation import FrozenTurn, digests_of, with_reply
 from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
 from workers.errors import LeaseLost, TurnCancelled, TurnFailed, WorkerDraining, WorkerQuarantined
 from workers.live_turns import LiveTurn
 from workers.parking.restore import Resolution
 from workers.parking.turn_pages import TurnPages
-from workers.prompt.errors import PromptError
+from workers.prompt.errors import PromptError, SandboxFailure
 from workers.reply import Reply
 from workers.turn_report import TurnReport
 from workers.turn_shape import engine_request, reply_limit, transcript_entry, turn_pages
@@ -78,9 +79,10 @@ class _Run:
         except (StaleLease, TurnEnded, LeaseLost) as error:
             self._report.end = "lost"
             _log.info("left turn %s: %s", self._claimed.lease.turn_id, error)
-        except ControlUnavailable as error:
+        except (ControlUnavailable, StoreUnreachable, SandboxFailure) as error:
+            # Not released: the expiry counts as a crash, so a turn that always ends here does not go round for ever.
             self._report.end = "lost"
-            _log.warning("turn %s: control is unavailable, its lease will expire: %s", self._turn_id, error)
+            _log.warning("turn %s cannot go on here, its lease will expire: %s", self._turn_id, error)
         except WorkerDraining:
             self._hand_over()
         except WorkerQuarantined as error:

@@ -87,9 +87,11 @@ class Engine:
         while True:
             try:
                 return future.result(timeout=1.0)
+            except InvariantViolation as error:
+                raise WorkerQuarantined(str(error)) from error
             except TimeoutError:
                 if future.done():
-                    raise
+                    return future.result()
                 self._check_alive()
 
     def admit(self, turn: EngineTurn) -> RunningTurn:
@@ -321,6 +323,7 @@ class Engine:
             reason = self.failure
             output = Preempted() if reason is None else Failed(WorkerQuarantined(str(reason)))
             running.turn.outputs.put(output)
+            running.turn.admitted.set()
         self._turns.clear()
         self._pending.clear()
         self.backend.close()
