@@ -79,6 +79,8 @@ class WorkerService:
         self.sandbox = TemplateSandbox()
         self.runner = TurnRunner(self._parts())
         self.draining = False
+        self._num_entered = 0
+        self._entry_lock = threading.Lock()
         self._hot: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._hot_lock = threading.Lock()
 
@@ -109,20 +111,28 @@ class WorkerService:
 
     def run_turn(self, turn_id: str) -> None:
         """Claim this turn, or one that goes before it, and run it to its end here. While draining, do nothing."""
-        if self.draining or self.engine.failure is not None:
-            return
-        self.presence.nudge()
-        self.runner.run(turn_id)
+        with self._entry_lock:
+            if self.draining or self.engine.failure is not None:
+                return
+            self._num_entered += 1
+        try:
+            self.presence.nudge()
+            self.runner.run(turn_id)
+        finally:
+            with self._entry_lock:
+                self._num_entered -= 1
 
     def drain(self, grace_s: float) -> None:
         """Claim nothing more, let turns end within `grace_s`, hand the rest over. Returns when no turn runs."""
-        self.draining = True
+        with self._entry_lock:
+            self.draining = True
         self.presence.nudge()
         deadline = time.monotonic() + grace_s
-        while self.live.all() and time.monotonic() < deadline:
+        while self._num_entered and time.monotonic() < deadline:
             time.sleep(_DRAIN_POLL_S)
-        self.live.interrupt_all(draining=True)
-        while self.live.all():
+        while self._num_entered:
+            # Again each time: a claim that was under way may only now have become a turn.
+            self.live.interrupt_all(draining=True)
             time.sleep(_DRAIN_POLL_S)
         self.parking.flush()
 

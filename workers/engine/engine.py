@@ -27,6 +27,7 @@ from workers.errors import EngineFault, WorkerQuarantined
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _IDLE_WAIT_S = 0.2
+_BLOCKED_WAIT_S = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +129,15 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            worked = True
             while not self._stopping.is_set():
-                self._run_commands(block=not self._pending and not self._has_work())
+                self._run_commands(self._patience_s(worked))
                 self._drop_cancelled()
                 self._admit_waiting()
-                launched = self._launch_next()
+                worked = launched = self._launch_next()
                 while self._pending and (not launched or len(self._pending) > self.backend.pipeline_depth):
                     self._finish_oldest()
-                    launched = True
+                    worked = launched = True
                 self._progress_at = time.monotonic()
         except InvariantViolation as error:
             _log.critical("quarantined: %s: %s", type(error).__name__, error)
@@ -146,9 +148,15 @@ class Engine:
         finally:
             self._shut_down()
 
-    def _run_commands(self, *, block: bool) -> None:
+    def _patience_s(self, worked: bool) -> float:
+        """How long to wait for commands: pages that others hold come free without a command, so then only briefly."""
+        if self._pending or (worked and self._has_work()):
+            return 0.0
+        return _BLOCKED_WAIT_S if self._has_work() else _IDLE_WAIT_S
+
+    def _run_commands(self, patience_s: float) -> None:
         try:
-            command = self._commands.get(timeout=_IDLE_WAIT_S) if block else self._commands.get_nowait()
+            command = self._commands.get(timeout=patience_s) if patience_s else self._commands.get_nowait()
             while True:
                 if command is not None:
                     _execute(*command)

@@ -151,9 +151,10 @@ class Restorer:
             return
         fills = self._begin_fill(num_present, result)
         begun = time.monotonic()
-        good = 0
+        good, received_s = 0, 0.0
         try:
             good = self._receive(pages, token_ids, first, fills, result)
+            received_s = time.monotonic() - begun
         finally:
             attached = self._engine.call(
                 lambda: self._publish(running, pages, first, fills[:good], fills[good:], result)
@@ -161,7 +162,7 @@ class Restorer:
         result.store_pages = attached
         result.store_bytes = attached * self._engine.cache.layout.page_bytes
         if attached:
-            self.rates.observe_store(result.store_bytes, time.monotonic() - begun)
+            self.rates.observe_store(result.store_bytes, received_s)
 
     def _count_present(self, pages: TurnPages, first: int, end: int, result: Resolution) -> int:
         keys = [pages.key_of(index) for index in range(first, end)]
