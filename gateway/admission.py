@@ -9,11 +9,11 @@ from gateway.auth import Principal
 from gateway.chat_request import ChatRequest
 from gateway.errors import InvalidRequest, InvalidValue, NotFound, PermissionRefused, UnsupportedField
 from gateway.http import Gateway, is_id, new_id, no_such
-from gateway.prompt_size import INSTRUCTIONS
 from gateway.responses_request import ResponsesRequest
 from gateway.sampling_fields import Generation
 from gateway.turns import Idempotency
 from snapshot_store.transcript import CacheScope
+from workers.prompt.history import marked
 from workers.turns.records import TurnRequest
 
 
@@ -62,14 +62,14 @@ async def admit_response(
     """
     _check_parent(asked)
     body = asked.body
-    instructions = ({"role": "system", "content": body.instructions, INSTRUCTIONS: True},) if body.instructions else ()
+    instructions = marked([{"role": "system", "content": body.instructions}] if body.instructions else [])
     request = _request(
         gateway,
         principal,
         asked.generation,
         turn_id=new_id("resp_"),
         model=body.model,
-        messages=instructions + asked.messages,
+        messages=(*instructions, *asked.messages),
         parent_id=asked.parent_id,
         conversation_id=asked.conversation_id,
         store=asked.store,

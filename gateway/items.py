@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from gateway.errors import InvalidValue, UnsupportedField
 from gateway.http import no_such, query_int
-from gateway.prompt_size import INSTRUCTIONS
 from gateway.response_reply import item_id
+from workers.prompt.history import is_marked
 
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 100
@@ -19,7 +19,7 @@ _MAX_LIMIT = 100
 def input_items(owner_id: str, messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as items, oldest first; instructions are none. owner_id: the turn or conversation that brought them."""
     stem = item_id(owner_id)
-    shown = [message for message in messages if not message.get(INSTRUCTIONS)]
+    shown = [message for message in messages if not is_marked(message)]
     return [message_item(f"{stem}_{index}", message) for index, message in enumerate(shown)]
 
 

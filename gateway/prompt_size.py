@@ -18,15 +18,13 @@ from workers import registry
 from workers.prompt.builder import PromptBuilder
 from workers.prompt.bundle import TokenizerBundle
 from workers.prompt.errors import PromptError, SandboxFailure, TokenizerError
+from workers.prompt.history import committed_messages, split_instructions
 from workers.prompt.sandbox import TemplateSandbox
 from workers.prompt.tokenizer import Tokenizer
 from workers.registry import ModelRecord
 from workers.turns.records import TurnRequest
 
 logger = logging.getLogger(__name__)
-
-INSTRUCTIONS = "instructions"
-"""Marks the message that leads the prompt of its own turn and of no later one."""
 
 _TEMPLATE_BYTES = 1024
 _TEMPLATE_BYTES_PER_MESSAGE = 64
@@ -60,7 +58,8 @@ class PromptSizer:
         builder = await self._builder(model.bundle_digest)
         if builder is None:
             return
-        messages = _messages(request, await self._whole_path(request.tenant, path))
+        leading, following = split_instructions(request.messages)
+        messages = [*leading, *committed_messages(await self._whole_path(request.tenant, path)), *following]
         num_tokens = await asyncio.to_thread(_count, builder, messages, request, path)
         if num_tokens is not None and num_tokens >= model.context_length:
             raise PromptTooLong(num_tokens, model.context_length, param)
@@ -113,17 +112,6 @@ class PromptSizer:
 def _most_tokens(request: TurnRequest) -> int:
     contents = sum(len(str(message["content"]).encode()) for message in request.messages)
     return contents + _TEMPLATE_BYTES + _TEMPLATE_BYTES_PER_MESSAGE * (len(request.messages) + 1)
-
-
-def _messages(request: TurnRequest, path: Sequence[TranscriptEntry]) -> list[dict[str, Any]]:
-    own = [{k: v for k, v in message.items() if k != INSTRUCTIONS} for message in request.messages]
-    leading = [own[i] for i, message in enumerate(request.messages) if message.get(INSTRUCTIONS)]
-    following = [own[i] for i, message in enumerate(request.messages) if not message.get(INSTRUCTIONS)]
-    committed: list[dict[str, Any]] = []
-    for entry in path:
-        committed += [dict(message) for message in entry.messages if not message.get(INSTRUCTIONS)]
-        committed.append({"role": "assistant", "content": entry.output_text, "token_ids": entry.output_ids})
-    return [*leading, *committed, *following]
 
 
 def _count(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from snapshot_store.transcript import TranscriptEntry
 from snapshot_store.transcript_reader import TranscriptReader, fold_token_ids
 from workers.prompt.builder import PromptBuilder
+from workers.prompt.history import committed_messages, marked, split_instructions
 from workers.turns.calls import find_history, freeze_prompt
 from workers.turns.control import TurnControl
 from workers.turns.history import history_digests
 from workers.turns.records import ClaimedTurn
-
-INSTRUCTIONS: Final = "instructions"
-"""Marks a message that leads the prompt of its own turn and of no later one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +132,8 @@ def _messages(
     claimed: ClaimedTurn, path: Sequence[TranscriptEntry]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """All messages of the prompt, committed replies with their ids, and those that this turn adds."""
-    asked = [dict(message) for message in claimed.request.messages]
-    instructions = [message for message in asked if message.pop(INSTRUCTIONS, False)]
-    own = [message for message in asked if not any(message is marked for marked in instructions)]
-    committed: list[dict[str, Any]] = []
-    for entry in path:
-        committed += [dict(message) for message in entry.messages if not message.get(INSTRUCTIONS)]
-        committed.append({"role": "assistant", "content": entry.output_text, "token_ids": entry.output_ids})
+    instructions, own = split_instructions(claimed.request.messages)
+    committed = committed_messages(path)
     if claimed.request.stateless:
         own = own[len(committed) :]
-    marked = [{**message, INSTRUCTIONS: True} for message in instructions]
-    return [*instructions, *committed, *own], [*marked, *own]
+    return [*instructions, *committed, *own], [*marked(instructions), *own]

@@ -164,9 +164,10 @@ class LiveTurns:
                 turn.interrupt(lost=True)
 
     def _note_loop(self) -> None:
-        key, last = control_stream_key(self._worker_id), "$"
+        key, last = control_stream_key(self._worker_id), ""
         while not self._stopping.is_set():
             try:
+                last = last or self._last_note(key)
                 reply = cast("Any", self._notes.xread({key: last}, block=_NOTE_BLOCK_MS, count=100))
             except redis.RedisError:
                 self._stopping.wait(1.0)
@@ -175,6 +176,11 @@ class LiveTurns:
                 for entry_id, fields in entries:
                     last = entry_id.decode()
                     self._deliver(fields)
+
+    def _last_note(self, key: str) -> str:
+        """Id of the newest note: older ones are of earlier turns, and from here on none is missed between two reads."""
+        newest = cast("Any", self._notes.xrevrange(key, count=1))
+        return newest[0][0].decode() if newest else "0-0"
 
     def _deliver(self, fields: dict[bytes, bytes]) -> None:
         turn_id, state = fields.get(b"turn", b"").decode(), fields.get(b"stop", b"").decode()

@@ -28,14 +28,16 @@ from workers.reply import Reply
 from workers.turn_report import TurnReport
 from workers.turn_shape import engine_request, reply_limit, transcript_entry, turn_pages
 from workers.turns.calls import append_events, claim, commit, finish, release
-from workers.turns.errors import ControlUnavailable, StaleLease, TurnControlError, TurnEnded
+from workers.turns.errors import ControlUnavailable, DurabilityLost, StaleLease, TurnControlError, TurnEnded
 from workers.turns.events import TurnEvent, TurnState
-from workers.turns.outcomes import Dispatch
+from workers.turns.outcomes import Dispatch, EndReply
 from workers.turns.records import ClaimedTurn
+from workers.turns.script import ScriptCall
 from workers.worker_parts import WorkerParts
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
+_DURABILITY_TRIES = 5
 
 
 class TurnRunner:
@@ -79,7 +81,7 @@ class _Run:
         except (StaleLease, TurnEnded, LeaseLost) as error:
             self._report.end = "lost"
             _log.info("left turn %s: %s", self._claimed.lease.turn_id, error)
-        except (ControlUnavailable, StoreUnreachable, SandboxFailure) as error:
+        except (ControlUnavailable, DurabilityLost, StoreUnreachable, SandboxFailure) as error:
             # Not released: the expiry counts as a crash, so a turn that always ends here does not go round for ever.
             self._report.end = "lost"
             _log.warning("turn %s cannot go on here, its lease will expire: %s", self._turn_id, error)
@@ -229,9 +231,18 @@ class _Run:
             ancestors=[ancestor.turn_id for ancestor in turn.path],
             durable=claimed.request.durability == "host",
         )
-        self._dispatch(self._parts.control.run(call).dispatches)
+        self._dispatch(self._confirmed(call).dispatches)
         self._report.end = state.value
         self._parts.on_committed(entry, pages, claimed.lease.branch)
+
+    def _confirmed(self, call: ScriptCall[EndReply]) -> EndReply:
+        """Run a commit until the disk has confirmed it: repeating it is answered as the first time."""
+        for _ in range(_DURABILITY_TRIES - 1):
+            try:
+                return self._parts.control.run(call)
+            except DurabilityLost as error:
+                _log.warning("commit of turn %s is not on disk yet: %s", self._turn_id, error)
+        return self._parts.control.run(call)
 
     def _finish(self, state: TurnState, error: TurnFailed | None) -> None:
         """End the turn without moving the head."""

@@ -10,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from gateway.errors import InvalidRequest, PromptTooLong
-from gateway.prompt_size import INSTRUCTIONS, PromptSizer
+from gateway.prompt_size import PromptSizer
 from gateway.turns import TurnService
 from snapshot_store.transcript import CacheScope, TranscriptEntry
 from tests.gateway_fleet import byte_bundle
 from tests.turn_factory import request
+from workers.prompt.history import INSTRUCTIONS
 from workers.registry import ModelRecord
 from workers.turns.events import TurnState
 from workers.turns.outcomes import TurnView

@@ -50,6 +50,7 @@ class Engine:
         self.failure: Exception | None = None
         self._max_rows = min(step_rows, backend.max_rows)
         self._turns: list[RunningTurn] = []
+        self._leaving: set[str] = set()
         self._pending: collections.deque[tuple[list[tuple[RunningTurn, PlanEntry]], StepHandle]] = collections.deque()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -108,7 +109,7 @@ class Engine:
     def discard(self, running: RunningTurn) -> None:
         """Forget a turn in any phase and drop its sequence. Idempotent."""
         if self._thread.is_alive():
-            self.call(lambda: self._end(running))
+            self.call(lambda: self._forget(running))
 
     @property
     def seconds_without_progress(self) -> float:
@@ -223,24 +224,33 @@ class Engine:
         return True
 
     def _reserve_pages(self, chosen: list[tuple[RunningTurn, PlanEntry]]) -> list[tuple[RunningTurn, PlanEntry]]:
-        """Reserve pages entry by entry, oldest turn first; on exhaustion the youngest turn gives way."""
+        """Reserve pages entry by entry, oldest turn first; on exhaustion the youngest turn gives way.
+
+        Pages of a victim can stay held for a moment by a launched step or by its own restore. Nobody else gives way
+        before they are free: the rows that lack pages wait for a later pass.
+        """
         kept: list[tuple[RunningTurn, PlanEntry]] = []
         for running, entry in sorted(chosen, key=lambda pair: _age(pair[0])):
-            while running.phase is Phase.RUNNING and running.sequence is not None:
-                try:
-                    self.cache.reserve(running.sequence, running.sequence.length + entry.num_rows)
-                except CapacityError:
-                    if not self._preempt_youngest():
-                        return [pair for pair in kept if pair[0].phase is Phase.RUNNING]
-                else:
-                    kept.append((running, entry))
-                    break
+            if running.phase is not Phase.RUNNING:
+                continue
+            if not self._reserve(running, entry) and not (self._preempt_youngest() and self._reserve(running, entry)):
+                break
+            kept.append((running, entry))
         return [pair for pair in kept if pair[0].phase is Phase.RUNNING]
 
+    def _reserve(self, running: RunningTurn, entry: PlanEntry) -> bool:
+        if running.phase is not Phase.RUNNING:
+            return False
+        try:
+            self.cache.reserve(running.loaded, running.loaded.length + entry.num_rows)
+        except CapacityError:
+            return False
+        return True
+
     def _preempt_youngest(self) -> bool:
-        """Take the pages of the youngest, least important turn; False when only one turn holds any."""
+        """Take the pages of the youngest, least important turn, unless others are about to come free."""
         holders = [t for t in self._turns if t.phase in (Phase.RESOLVING, Phase.RUNNING)]
-        if len(holders) < 2:
+        if len(holders) < 2 or self._pending or self._leaving:
             return False
         victim = holders[-1]
         self._preemptions += 1
@@ -304,9 +314,16 @@ class Engine:
         self._end(running)
         running.turn.outputs.put(Failed(error))
 
+    def _forget(self, running: RunningTurn) -> None:
+        self._end(running)
+        self._leaving.discard(running.turn.request.turn_id)
+
     def _end(self, running: RunningTurn) -> None:
         if running.phase is Phase.ENDED:
             return
+        if running.phase is Phase.RESOLVING:
+            # Its thread may be filling pages; it gives them back before it discards the turn.
+            self._leaving.add(running.turn.request.turn_id)
         running.phase = Phase.ENDED
         self._turns.remove(running)
         if running.sequence is not None:

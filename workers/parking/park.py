@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
+    ticket: int
     tenant: str
     identity: PageIdentity
     page: SealedPage
@@ -40,6 +42,9 @@ class Parking:
         self._identity = identity
         self._limit = max(1, queue_bytes // cache.layout.page_bytes)
         self._queue: queue.Queue[_Upload | None] = queue.Queue()
+        self._tickets = itertools.count()
+        self._open: set[int] = set()
+        self._settled = threading.Condition()
         self.outcomes: Counter[str] = Counter()
         self.stored_bytes = 0
         self._threads = [threading.Thread(target=self._run, name=f"park-{i}", daemon=True) for i in range(num_threads)]
@@ -48,22 +53,27 @@ class Parking:
 
     def park(self, event: SealedEvent, pages: TurnPages, base_ttl_s: int) -> None:
         """Queue a page that carries an UPLOAD hold; beyond the queue's bound it is skipped and counted."""
-        if self._queue.qsize() >= self._limit:
+        if self.backlog >= self._limit:
             self.outcomes["skipped"] += 1
             self._cache.release(event.page, HoldKind.UPLOAD)
             return
         identity = self._identity.page(pages, event.page_index, event.token_ids)
         ttl_s = ttl_for_depth(base_ttl_s, event.page_index)
-        self._queue.put(_Upload(pages.tenant, identity, event.page, ttl_s))
+        with self._settled:
+            ticket = next(self._tickets)
+            self._open.add(ticket)
+        self._queue.put(_Upload(ticket, pages.tenant, identity, event.page, ttl_s))
 
     @property
     def backlog(self) -> int:
         """Pages that wait for their upload or are under way."""
-        return self._queue.unfinished_tasks
+        return len(self._open)
 
     def flush(self) -> None:
-        """Block until everything queued so far has been tried."""
-        self._queue.join()
+        """Block until everything queued so far has been tried; what is queued meanwhile is not waited for."""
+        with self._settled:
+            last = max(self._open, default=-1)
+            self._settled.wait_for(lambda: min(self._open, default=last + 1) > last)
 
     def close(self) -> None:
         """Send what is queued, then end the threads."""
@@ -85,7 +95,9 @@ class Parking:
             finally:
                 if upload is not None:
                     self._cache.release(upload.page, HoldKind.UPLOAD)
-                self._queue.task_done()
+                    with self._settled:
+                        self._open.discard(upload.ticket)
+                        self._settled.notify_all()
 
     def _send(self, upload: _Upload) -> None:
         key = page_key(upload.tenant, upload.identity.digest)

@@ -21,6 +21,7 @@ from workers.parking.turn_pages import TurnPages
 
 _log = logging.getLogger(__name__)
 _INFLIGHT_WAIT_S = 30.0
+_RATE_LIFE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -41,14 +42,25 @@ class Resolution:
 
 @dataclass(slots=True)
 class Rates:
-    """Measured speeds, moving averages; 0 = not measured yet."""
+    """Measured speeds, moving averages; 0 = not measured yet.
+
+    The store's is forgotten after a minute without a restore: a slow one must not end all later ones.
+    """
 
     store_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    _store_measured_at: float = 0.0
 
     def observe_store(self, num_bytes: int, seconds: float) -> None:
         """Account a restore."""
+        self.forget_old(time.monotonic())
         self.store_bytes_per_s = _average(self.store_bytes_per_s, num_bytes / max(seconds, 1e-6))
+        self._store_measured_at = time.monotonic()
+
+    def forget_old(self, now: float) -> None:
+        """Drop what is too old to decide by. now: on the monotonic clock."""
+        if now - self._store_measured_at > _RATE_LIFE_S:
+            self.store_bytes_per_s = 0.0
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Account the computation of a prompt."""
@@ -177,6 +189,7 @@ class Restorer:
     def _pays(self, num_pages: int, pages: TurnPages, result: Resolution) -> bool:
         """Whether reading beats recomputing at the measured rates; yes while one of them is unknown."""
         rates = self.rates
+        rates.forget_old(time.monotonic())
         if self._mode == "always" or not rates.store_bytes_per_s or not rates.prefill_tokens_per_s:
             return True
         read_s = num_pages * self._engine.cache.layout.page_bytes / rates.store_bytes_per_s
