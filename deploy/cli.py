@@ -19,12 +19,14 @@ from rich.table import Table
 
 from deploy.api import Api
 from deploy.chat import chat as run_chat
-from deploy.configuration import gateway_settings, settings_in_force
+from deploy.configuration import check_names, gateway_settings, settings_in_force
 from deploy.demo import run_demo
 from deploy.doctor import examine
 from deploy.errors import DeployError
+from deploy.model_check import check_model
 from deploy.model_fetch import DEFAULT_MODEL, fetch_default_model
 from deploy.options import worker_environment
+from deploy.running import adopt_addresses
 from deploy.stack import Stack, StackOptions, default_directory, worker_command
 from snapshot_store.cli import app as snapshot_app
 
@@ -58,8 +60,10 @@ Attest = Annotated[str | None, typer.Option("--attest", help="always, sampled or
 
 
 @app.callback()
-def main() -> None:
+def main(context: typer.Context) -> None:
     """Parks LLM conversations and brings them back on any worker."""
+    if context.invoked_subcommand in ("chat", "status", "snapshot"):
+        adopt_addresses(default_directory())
 
 
 @app.command()
@@ -92,9 +96,11 @@ def up(
         directory=data or default_directory(), num_workers=workers, host=host, port=port, keys_file=keys,
         control_url=control, pages_url=pages, pages_mib=pages_mib, grace_s=grace_s, environment=environment,
     )  # fmt: skip
+    check_names(os.environ)
     gateway_settings(host=host, port=port, keys_file=keys)
-    _raise_on_sigterm()
-    _ensure_model(environment)
+    _raise_on_signals()
+    if workers:
+        _ensure_model(environment)
     try:
         with Stack(options, _report) as stack:
             _out.print(_welcome(stack), highlight=False, soft_wrap=True)
@@ -109,7 +115,7 @@ def up(
 def demo(kv: KvFormat = None, model: Model = None, backend: Backend = None) -> None:
     """Hold a conversation that changes worker at every turn, and compare it with one that stayed."""
     environment = worker_environment(kv_format=kv, model=model, backend=backend)
-    _raise_on_sigterm()
+    _raise_on_signals()
     _ensure_model(environment)
     started = time.monotonic()
     result = run_demo(_out, _report, environment)
@@ -126,11 +132,14 @@ def chat(
     url: BaseUrl,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option("--model", help="Model name; default: the first one served.")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", min=0, max=2)] = None,
+    temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.3,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest reply in tokens.")] = 512,
     system: Annotated[str | None, typer.Option("--system", help="Instructions.")] = None,
 ) -> None:
     """Chat in the terminal with a running service."""
-    options = {"temperature": temperature, "instructions": system}
+    options = {"temperature": temperature, "max_output_tokens": max_tokens, "instructions": system}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
     with Api(url, api_key) as api:
         run_chat(api, _out, model, {name: value for name, value in options.items() if value is not None})
 
@@ -146,10 +155,10 @@ def status(url: BaseUrl, api_key: ApiKey = None) -> None:
     }  # fmt: skip
     table = Table(box=None, pad_edge=False)
     for heading in columns.values():
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, no_wrap=True, overflow="ignore")
     for worker in workers:
         table.add_row(*(str(worker.get(name, "")) for name in columns))
-    _out.print(table)
+    _out.print(table, crop=False)
 
 
 @app.command()
@@ -242,9 +251,12 @@ def _report(message: str) -> None:
 
 
 def _ensure_model(environment: dict[str, str]) -> None:
-    """Fetch the default model unless another one is named."""
-    if "KVALET_MODEL" not in {**os.environ, **environment}:
+    """Fetch the default model unless another one is named; then that one must be readable. Raises BadOption."""
+    named = {**os.environ, **environment}.get("KVALET_MODEL")
+    if named is None:
         _fetch()
+    else:
+        check_model(Path(named))
 
 
 def _fetch() -> Path:
@@ -254,25 +266,25 @@ def _fetch() -> Path:
         return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _raise_on_sigterm() -> None:
-    """Let SIGTERM and a closed terminal end us the way Ctrl-C does: in order."""
+def _raise_on_signals() -> None:
+    """Let SIGTERM and a closed terminal end us the way Ctrl-C does: in order. A shell's `&` makes us ignore SIGINT."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGHUP, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
 
 
 def _welcome(stack: Stack) -> str:
     model = next(iter(stack.model_names()), "MODEL")
     authorization = "" if stack.options.keys_file is None else " -H 'Authorization: Bearer KEY'"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0})
     return (
         f"\nready: {', '.join(stack.worker_ids)}; logs in {stack.options.directory / 'logs'}\n"
         f"base URL for the openai SDK: {stack.base_url}\n\n"
         f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json'{authorization} -d '{body}'\n\n"
-        f"kvalet chat --url {stack.base_url}\n"
+        f"{_program()} chat --url {stack.base_url}\n"
         f"{_inspection_line(stack)}"
     )
 
@@ -281,4 +293,10 @@ def _inspection_line(stack: Stack) -> str:
     if stack.options.control_url or stack.options.pages_url:
         # The user knows those addresses, and they may hold passwords.
         return ""
-    return f"kvalet snapshot ls --control {shlex.quote(stack.control_url)} --pages {shlex.quote(stack.pages_url)}\n"
+    servers = f"--control {shlex.quote(stack.control_url)} --pages {shlex.quote(stack.pages_url)}"
+    return f"{_program()} snapshot ls {servers}\n"
+
+
+def _program() -> str:
+    """How this command was called, so that printed lines can be pasted."""
+    return shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "kvalet" else "kvalet"

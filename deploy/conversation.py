@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,18 +54,30 @@ class Conversation:
         clock = _Clock()
         parts: list[str] = []
         final: Json | None = None
-        for event in self._api.stream("/responses", body):
-            if event.name == "response.output_text.delta":
-                clock.tick()
-                parts.append(event.data["delta"])
-                yield event.data["delta"]
-            elif event.name in ("response.completed", "response.incomplete"):
-                final = event.data["response"]
-            elif event.name in ("response.failed", "error"):
-                raise ServiceError(_reason(event.data))
+        response_id = ""
+        try:
+            for event in self._api.stream("/responses", body):
+                response_id = response_id or str(event.data.get("response", {}).get("id", ""))
+                if event.name == "response.output_text.delta":
+                    clock.tick()
+                    parts.append(event.data["delta"])
+                    yield event.data["delta"]
+                elif event.name in ("response.completed", "response.incomplete"):
+                    final = event.data["response"]
+                elif event.name in ("response.failed", "error"):
+                    raise ServiceError(_reason(event.data))
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            # A stored response would go on without its reader.
+            self._cancel(response_id)
+            raise
         if final is None:
             raise ServiceError("the stream ended before the turn did")
         self.report = _report("".join(parts), final, clock)
+
+    def _cancel(self, response_id: str) -> None:
+        if response_id:
+            with contextlib.suppress(ServiceError):
+                self._api.call("POST", f"/responses/{response_id}/cancel", {})
 
 
 def default_model(api: Api) -> str:

@@ -7,8 +7,9 @@ import os
 import sys
 from dataclasses import dataclass
 
+from deploy.configuration import check_names
 from deploy.embedded import server_binary
-from deploy.errors import ServerBinaryMissing
+from deploy.errors import BadOption, ServerBinaryMissing
 from deploy.model_fetch import DEFAULT_MODEL
 from workers.settings import default_model_path
 
@@ -27,7 +28,15 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at the interpreter, the installed extras, the server program, the model, memory and cores."""
-    return [_python(), _worker_packages(), _server(), _model(), _memory(), _cores()]
+    return [_python(), _worker_packages(), _server(), _model(), _memory(), _cores(), _variables()]
+
+
+def _variables() -> Finding:
+    try:
+        check_names(os.environ)
+    except BadOption as error:
+        return Finding("environment", False, str(error))
+    return Finding("environment", True, "every KVALET_ variable is known")
 
 
 def _python() -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,16 +15,20 @@ from types import TracebackType
 from typing import IO
 
 import httpx
+import redis
 
 from deploy.embedded import EmbeddedSpec, Role, child_spec, free_port, wait_answering
-from deploy.errors import StackInUse
+from deploy.errors import BadOption, StackInUse
 from deploy.process import ChildSpec
+from deploy.running import forget_addresses, write_addresses
 from deploy.supervisor import RestartPolicy, Supervisor
 from workers.dispatch import Dispatcher
 from workers.registry import WorkerRecord, list_workers
 from workers.turns.calls import end_worker_leases
 from workers.turns.control import Patience, TurnControl, connect
 from workers.turns.errors import TurnControlError
+
+_SAVE_TIMEOUT_S = 60.0
 
 Report = Callable[[str], None]
 """Told in a few words what is going on."""
@@ -75,9 +80,11 @@ class Stack:
         """Start everything and wait until a turn would run. Raises StackInUse, StartFailed, ServerBinaryMissing."""
         self._lock = _locked(self.options.directory)
         try:
+            _check_port(self.options.host, self.port)
             self._start_servers()
             self._start_gateway()
             self._start_workers()
+            write_addresses(self.options.directory, self._addresses())
         except BaseException:
             self._supervisor.kill()
             self._let_go()
@@ -89,9 +96,11 @@ class Stack:
     ) -> None:
         """Drain and park the workers, then end the gateway, then the servers."""
         try:
-            self._report("workers finish and park their conversations")
+            wait = f"up to {self.options.grace_s:.0f} s, Ctrl-C again to hurry"
+            self._report(f"workers finish and park their conversations ({wait})")
             self._supervisor.stop(self.worker_ids)
             self._report("gateway and servers end")
+            self._save_pages()
             self._supervisor.stop()
         finally:
             # A second Ctrl-C lands here: nothing may be left running.
@@ -125,6 +134,7 @@ class Stack:
         return self.options.directory / "logs" / f"{name}.log"
 
     def _let_go(self) -> None:
+        forget_addresses(self.options.directory)
         if self._sockets.parent != self.options.directory:
             shutil.rmtree(self._sockets, ignore_errors=True)
         if self._lock is not None:
@@ -145,6 +155,27 @@ class Stack:
         )
         wait_answering(self._supervisor.start(child_spec(spec)), spec.url, timeout_s=60.0)
         return spec.url
+
+    def _save_pages(self) -> None:
+        """Let an embedded page server write its pages to disk and end: they are there again at the next start."""
+        if self.options.pages_url or "pages" not in self._supervisor.running():
+            return
+        client = connect(self.pages_url, timeout_s=_SAVE_TIMEOUT_S)
+        try:
+            client.shutdown(save=True)
+        except redis.RedisError as error:
+            self._report(f"parked pages were not saved and will be recomputed: {error}")
+        finally:
+            client.close()
+
+    def _addresses(self) -> dict[str, str]:
+        """What other commands may know; addresses that the user gave may hold passwords and stay his."""
+        addresses = {"KVALET_BASE_URL": self.base_url}
+        if not self.options.control_url:
+            addresses["KVALET_CONTROL_URL"] = self.control_url
+        if not self.options.pages_url:
+            addresses["KVALET_PAGES_URL"] = self.pages_url
+        return addresses
 
     def _start_gateway(self) -> None:
         self._report("starting gateway")
@@ -217,6 +248,17 @@ def default_directory() -> Path:
     """Where a stack keeps control's data, logs and pid files unless told otherwise."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "kvalet"
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises BadOption when somebody listens there already: his answers would be taken for ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise BadOption("--port", port, f"cannot listen on {host} ({error.strerror})") from None
 
 
 def _threads_per_worker(num_workers: int) -> int:

@@ -13,7 +13,11 @@ client = openai.OpenAI(
 )
 model = client.models.list().data[0].id
 response = client.responses.create(
-    model=model, input="Write a short story about a lost key.", max_output_tokens=150, background=True
+    model=model,
+    input="Write a short story about a lost key.",
+    max_output_tokens=150,
+    temperature=0,
+    background=True,
 )
 print(response.id, response.status)
 while response.status in ("queued", "in_progress"):

@@ -20,6 +20,7 @@ for question in ("Tell me in five sentences what a lighthouse is for.", "Which o
         model=model,
         messages=history,  # type: ignore[arg-type]
         max_tokens=120,
+        temperature=0,
         stream=True,
         stream_options={"include_usage": True},
     )

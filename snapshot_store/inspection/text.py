@@ -21,7 +21,7 @@ def print_rows(console: Console, rows: Iterable[ConversationRow]) -> None:
     """Print the table of `ls`."""
     table = Table(box=None, pad_edge=False)
     for name in ("TENANT", "CONVERSATION", "MODEL", "LAST WORKER", "AGE"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True, overflow="ignore")
     for name in ("TURNS", "TOKENS", "PAGES", "PARKED", "SHARED", "BYTES"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -29,7 +29,8 @@ def print_rows(console: Console, rows: Iterable[ConversationRow]) -> None:
         note = f"  ({row.broken})" if row.broken else ""
         names = (row.tenant, row.name + note, row.model, row.worker_id, age(row.committed_at))
         table.add_row(*map(escape, names), *map(str, counts), size(row.parked_bytes))
-    console.print(table)
+    # A folded id can be neither copied nor searched for.
+    console.print(table, crop=False)
 
 
 def print_branch(console: Console, view: BranchView, with_pages: bool) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.api import Api
 from deploy.conversation import Conversation, default_model
-from deploy.errors import StackInUse, StartFailed
+from deploy.errors import BadOption, StackInUse, StartFailed
+from deploy.running import adopt_addresses
 from deploy.stack import Stack, StackOptions
 from tests.fleet import tiny_model
 from workers.registry import list_workers
@@ -182,3 +185,59 @@ def test_stack_whose_model_cannot_be_loaded_says_why_and_leaves_nothing_running(
         stack.__enter__()
     assert "broken.gguf" in failed.value.log_tail or "FileTruncated" in failed.value.log_tail
     assert stack.pids() == {}
+
+
+def test_port_of_another_service_is_refused_before_anything_starts(folder: Path, model: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        stack = Stack(options_in(folder, model, port=port), lambda _: None)
+        with pytest.raises(BadOption, match=str(port)):
+            stack.__enter__()
+        assert stack.pids() == {}
+
+
+def test_pages_parked_before_a_stop_are_there_after_the_next_start(folder: Path, model: Path) -> None:
+    text = "Tell me, once more and slowly, of the harbour, the lighthouse and the salt ships of the north. " * 3
+    with Stack(options_in(folder, model, num_workers=1), lambda _: None) as stack, Api(stack.base_url) as api:
+        conversation = Conversation(api, default_model(api), {"temperature": 0, "max_output_tokens": 24})
+        list(conversation.say(text))
+    again = options_in(folder, model, num_workers=1)
+    environment = {**again.environment, "KVALET_RESTORE": "always"}
+    with Stack(replace(again, environment=environment), lambda _: None) as stack, Api(stack.base_url) as api:
+        follow = Conversation(api, default_model(api), {"temperature": 0, "max_output_tokens": 8})
+        follow.conversation_id = conversation.conversation_id
+        list(follow.say("And then?"))
+    assert follow.report is not None
+    assert follow.report.restored_pages > 0
+
+
+def test_reader_that_leaves_a_stored_reply_cancels_it(folder: Path, model: Path) -> None:
+    with Stack(options_in(folder, model, num_workers=1), lambda _: None) as stack, Api(stack.base_url) as api:
+        options = {"max_output_tokens": 7500, "kvalet": {"ignore_eos": True}}
+        conversation = Conversation(api, default_model(api), options)
+        reply = conversation.say(WORD)
+        next(reply)
+        reply.close()
+        control = TurnControl(connect(stack.control_url))
+
+        def is_free() -> bool:
+            return all(worker.free == worker.slots for worker in control.run(list_workers()))
+
+        assert poll_until(stack, is_free, 2.0)
+
+
+def test_addresses_of_a_running_stack_are_found_and_forgotten(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("KVALET_BASE_URL", "KVALET_CONTROL_URL", "KVALET_PAGES_URL")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    with Stack(options_in(folder, model, num_workers=0), lambda _: None) as stack:
+        adopt_addresses(folder)
+        assert [os.environ.get(name) for name in names] == [stack.base_url, stack.control_url, stack.pages_url]
+    for name in names:
+        monkeypatch.delenv(name)
+    adopt_addresses(folder)
+    assert [os.environ.get(name) for name in names] == [None, None, None]

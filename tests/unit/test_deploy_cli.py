@@ -1,0 +1,32 @@
+"""Slips on the command line cost one line and no start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def kvalet(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", "deploy", *words)
+    full = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path.cwd()), **environment}
+    return subprocess.run(command, env=full, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "text.gguf"])
+def test_up_with_a_model_that_cannot_be_read_names_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.gguf").write_text("no model at all, just a line of text")
+    done = kvalet("up", "--model", str(tmp_path / name), "--data", str(tmp_path / "data"))
+    assert (done.returncode, name in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+    assert not (tmp_path / "data" / "logs").exists()
+
+
+@pytest.mark.parametrize("command", [("up",), ("doctor",)])
+def test_unknown_variable_is_named_at_once(tmp_path: Path, command: tuple[str, ...]) -> None:
+    done = kvalet(*command, KVALET_KVFORMAT="q4", XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode != 0
+    assert "KVALET_KVFORMAT" in done.stderr + done.stdout
+    assert not (tmp_path / "kvalet").exists()
