@@ -184,7 +184,9 @@ class TimedOut(ApiError):
     kind = "timeout_error"
 
 
-_CLIENT_FAULTS = {"context_length_exceeded", "invalid_prompt", "parent_failed", "capacity_exceeded"}
+_CLIENT_FAULTS = {
+    "capacity_exceeded", "context_length_exceeded", "invalid_logit_bias", "invalid_prompt", "parent_failed",
+}  # fmt: skip
 
 
 def error_of_turn(error: dict[str, Any] | None, state: str) -> ApiError:

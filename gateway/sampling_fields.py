@@ -27,7 +27,7 @@ class GenerationFields(RequestModel):
 
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10.0)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
 

@@ -91,7 +91,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a sampled token and of the most likely ones, after bias and penalties, before temperature."""
+    """Log probability of a sampled token and of the most likely ones, after bias and penalties, before temperature.
+
+    Finite: what cannot be drawn has -9999.
+    """
 
     token_id: int
     logprob: float

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from celery import Celery, bootsteps, signals
 from celery.worker.consumer import Consumer
 
+from workers import broker
 from workers.dead_letters import DeadLetter, add_dead_letter
 from workers.dispatch import TASK_NAME, Dispatcher, celery_options
 from workers.settings import WorkerSettings
@@ -53,6 +54,7 @@ def create_app(start_service: StartService) -> Celery:
 
     Settings are read when Celery first needs its configuration; a malformed one stops the start there.
     """
+    broker.install()
     app = Celery("kvalet", set_as_current=False)
     worker = _WorkerProcess(start_service)
     app.add_defaults(worker.celery_options)

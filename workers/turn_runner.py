@@ -72,7 +72,7 @@ class _Run:
         if claimed.started:
             self._reply.replay(claimed.emitted_ids)
         self._report = TurnReport(time.monotonic())
-        self._solo = claimed.solo
+        self._num_contained = 0
 
     def run(self) -> None:
         """Bring the turn to its end, or leave it to another worker."""
@@ -131,14 +131,14 @@ class _Run:
             if isinstance(end, Failed):
                 raise end.error
             if isinstance(end, Preempted):
-                self._solo = self._solo or end.solo
+                self._num_contained += end.solo
             self._leave_if_interrupted()
 
     def _attempt(self, turn: FrozenTurn, pages: TurnPages, max_tokens: int) -> EngineOutput:
         """Admit, resolve, compute: until the reply ends or the engine gives the turn up."""
         parts = self._parts
         forced_ids = tuple(self._reply.output_ids)
-        request = engine_request(parts, self._claimed, turn, forced_ids, max_tokens, self._order, self._solo)
+        request = engine_request(parts, self._claimed, turn, forced_ids, max_tokens, self._order, self._num_contained)
         engine_turn = EngineTurn(request, pages, lambda event: self._park(event, pages))
         self._live.watch(engine_turn)
         running = parts.engine.admit(engine_turn)

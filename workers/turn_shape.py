@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from gpu.plan import SamplingParams
@@ -10,7 +11,7 @@ from snapshot_store.chain import PrefixChain
 from snapshot_store.transcript import CacheScope, TranscriptEntry
 from workers.conversation import FrozenTurn
 from workers.engine.requests import EngineRequest
-from workers.errors import ContextOverflow
+from workers.errors import ContextOverflow, TurnFailed
 from workers.parking.turn_pages import TurnPages
 from workers.reply import Reply
 from workers.turn_report import TurnReport
@@ -66,10 +67,14 @@ def engine_request(
     forced_ids: tuple[int, ...],
     max_tokens: int,
     order: int,
-    solo: bool,
+    num_contained: int,
 ) -> EngineRequest:
-    """The turn as the engine sees it."""
+    """The turn as the engine sees it. num_contained: steps of this run that failed with this turn among others.
+
+    Raises TurnFailed for a bias on an id that the model does not have.
+    """
     request = claimed.request
+    _check_biases(request.sampling.get("logit_bias", ()), parts.engine.backend.config.vocab_size)
     end_ids = () if request.ignore_eos else parts.tokenizer.bundle.end_ids
     sampling = SamplingParams(**{**request.sampling, "min_tokens": request.min_tokens, "end_ids": end_ids})
     return EngineRequest(
@@ -81,8 +86,16 @@ def engine_request(
         end_ids=frozenset(end_ids),
         priority=request.priority,
         order=order,
-        solo=solo,
+        solo=claimed.solo or num_contained > 1,
+        wary=num_contained == 1,
     )
+
+
+def _check_biases(biases: Sequence[Sequence[float]], vocab_size: int) -> None:
+    for token_id, _ in biases:
+        if not 0 <= token_id < vocab_size:
+            limit = f"the model has ids 0 to {vocab_size - 1}"
+            raise TurnFailed("invalid_logit_bias", f"logit_bias names token id {int(token_id)}: {limit}")
 
 
 def transcript_entry(

@@ -21,6 +21,8 @@ _LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
 _FIRST_CUT = 1024
 _MAX_NOISE = 22.9
+_LARGEST = float(np.finfo(np.float32).max)
+_NO_LOGPROB = -9999.0
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
 _ATANH = tuple(1.0 / n for n in range(23, 0, -2))
 
@@ -71,7 +73,10 @@ def _divide_repeated(adjusted: NDArray[np.float32], penalty: float, history: Tok
     seen = sorted(history.prompt_ids | history.output_counts.keys())
     ids = np.array([token_id for token_id in seen if token_id < len(adjusted)], np.int64)
     values = adjusted[ids]
-    adjusted[ids] = np.where(values > 0, values / np.float32(penalty), values * np.float32(penalty))
+    # In f64 and clipped: a tiny penalty must not make infinities, whose differences are no numbers.
+    wide = values.astype(np.float64)
+    scaled = np.where(wide > 0, wide / penalty, wide * penalty)
+    adjusted[ids] = np.clip(scaled, -_LARGEST, _LARGEST).astype(np.float32)
 
 
 def _candidates(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.int64] | None:
@@ -134,8 +139,8 @@ def _logprobs(logits: NDArray[np.float32], token_id: int, num_top: int) -> Token
     top = float(logits.max())
     log_total = _log_scalar(_sum_exp(logits, top, 1.0)) + top
     ranked = _largest(logits, num_top) if num_top else np.empty(0, np.int64)
-    alternatives = tuple((int(i), float(logits[i]) - log_total) for i in ranked)
-    return TokenLogprobs(token_id, float(logits[token_id]) - log_total, alternatives)
+    alternatives = tuple((int(i), max(_NO_LOGPROB, float(logits[i]) - log_total)) for i in ranked)
+    return TokenLogprobs(token_id, max(_NO_LOGPROB, float(logits[token_id]) - log_total), alternatives)
 
 
 _jit: Any = numba.njit(cache=True, nogil=True, boundscheck=False)

@@ -217,3 +217,41 @@ def test_note_written_between_two_reads_is_delivered(local_fleet: Fleet) -> None
     while not delivered and time.monotonic() < deadline:
         time.sleep(0.01)
     assert delivered == [{b"turn": b"t", b"stop": b"cancelled"}]
+
+
+def test_bias_on_an_id_beyond_the_vocabulary_fails_that_turn_alone(local_fleet: Fleet) -> None:
+    worker = local_fleet.worker("a")
+    vocab_size = worker.runtime.source.config.vocab_size
+    neighbour = local_fleet.accept(STORY, max_tokens=400)
+    running = local_fleet.start("a", neighbour)
+    biased = {"temperature": 0.0, "seed": 1, "logit_bias": [[vocab_size, 100.0]]}
+    view = local_fleet.say("a", STORY, sampling=biased)
+    running.join(30)
+    assert view.error is not None
+    assert (view.state, view.error["code"]) == (TurnState.FAILED, "invalid_logit_bias")
+    assert str(vocab_size - 1) in view.error["message"]
+    assert local_fleet.view(neighbour).usage["attempts"] == 1
+
+
+def test_turns_of_a_step_that_failed_run_alone_only_until_they_survived_one(local_fleet: Fleet) -> None:
+    worker = local_fleet.worker("a")
+    backend: Any = worker.runtime.backend
+    launch, failed, sizes = backend.launch, [], []
+
+    def fails_once(plan: Any) -> Any:
+        if len(plan.entries) == 2 and not failed:
+            failed.append(plan)
+            raise ArithmeticError("a step of two")
+        if failed:
+            sizes.append(len(plan.entries))
+        return launch(plan)
+
+    backend.launch = fails_once
+    turn_ids = [local_fleet.accept(f"{name} {STORY}", max_tokens=200) for name in ("one", "two")]
+    for thread in [local_fleet.start("a", turn_id) for turn_id in turn_ids]:
+        thread.join(30)
+    assert failed, "not exercised: the turns never met"
+    assert [local_fleet.view(turn_id).state for turn_id in turn_ids] == [TurnState.INCOMPLETE] * 2
+    assert [local_fleet.view(turn_id).usage["attempts"] for turn_id in turn_ids] == [2, 2]
+    assert sizes[0] == 1
+    assert sizes.count(2) > 100

@@ -120,3 +120,24 @@ def test_pickle_as_stream_entry_raises_typed_error(control_server: ValkeyServer,
     with pytest.raises(BadTurnData):
         control.run(calls.get_turn("local", "a"))
     assert not probe.exists()
+
+
+NO_MESSAGES = (
+    "garbage", "{}", "null", "[1]", '["a", "b", "c"]', '{"body":1,"properties":{}}', b"\xff\xfe", "[" * 100_000,
+    '{"body":"!","properties":{"delivery_tag":"t","delivery_info":{},"body_encoding":"rot13"}}',
+    '{"body":"e30=","headers":3,"properties":{"delivery_tag":"t","delivery_info":{},"body_encoding":"base64"}}',
+)  # fmt: skip
+
+
+def test_entries_that_are_no_messages_become_dead_letters_and_the_worker_goes_on(
+    fleet: Fleet, start_worker: Callable[..., CeleryWorker]
+) -> None:
+    worker = start_worker("w1")
+    worker.wait_ready()
+    for queue in ("kvalet.model.tiny", "kvalet.worker.w1"):
+        for entry in NO_MESSAGES:
+            fleet.control.client.lpush(queue, entry)
+    fleet.submit("after")
+    fleet.wait_end("after")
+    wait_until(lambda: len(fleet.control.run(list_dead_letters())) == 2 * len(NO_MESSAGES), 10)
+    assert worker.process.poll() is None

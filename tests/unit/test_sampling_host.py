@@ -138,3 +138,24 @@ def test_sample_leaves_logits_unchanged() -> None:
     before = logits.copy()
     _draw(logits, SamplingParams(0.0, logit_bias=((1, 9.0),), repetition_penalty=2.0), 0, TokenHistory([1, 2, 3]))
     assert np.array_equal(before, logits)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e30])
+@pytest.mark.parametrize("filters", [{"min_p": 0.5}, {"top_p": 0.5}, {"top_k": 3}, {}])
+def test_extreme_repetition_penalty_draws_an_id_of_the_vocabulary_and_reports_finite_logprobs(
+    penalty: float, filters: dict[str, float]
+) -> None:
+    params = SamplingParams(1.0, seed=3, repetition_penalty=penalty, logprobs=5, **filters)  # type: ignore[arg-type]
+    for index in range(5):
+        request = SampleRequest(params, TokenHistory(range(40)), index)
+        [sampled] = HostSampler().sample(_logits(index), [request])
+        assert 0 <= sampled.token_id < VOCAB
+        assert sampled.logprobs is not None
+        assert np.isfinite([sampled.logprobs.logprob, *(p for _, p in sampled.logprobs.top)]).all()
+
+
+def test_logprobs_of_suppressed_end_ids_are_finite() -> None:
+    request = SampleRequest(SamplingParams(0.0, min_tokens=2, end_ids=(4,), logprobs=8), TokenHistory(()), 0)
+    report = HostSampler().sample(np.zeros((1, 8), np.float32), [request])[0].logprobs
+    assert report is not None
+    assert min(p for _, p in report.top) == -9999.0

@@ -180,7 +180,7 @@ class Engine:
         """Promise pages for prompt and first output page to waiting turns while they last; one turn always gets in."""
         for running in [t for t in self._turns if t.phase is Phase.WAITING]:
             active = [t for t in self._turns if t.phase in (Phase.RESOLVING, Phase.RUNNING)]
-            if active and (running.solo or any(t.solo for t in active)):
+            if active and (running.turn.request.solo or any(t.turn.request.solo for t in active)):
                 return
             needed = -(-(len(running.ids) + 1) // self.cache.layout.page_size) + 1
             promised = sum(self._unclaimed_pages(t) for t in active)
@@ -271,6 +271,7 @@ class Engine:
         if result.error is not None:
             self._fail(running, EngineFault("the model produced a value that is not finite"))
             return
+        running.solo = running.turn.request.solo
         if entry.sampling is not None:
             running.unread -= 1
             running.ids.append(result.token_ids[-1])

@@ -18,7 +18,7 @@ class EngineRequest:
 
     forced_ids: output ids that are already in the stream (a take-over or a preempted run): computed, never sampled.
     end_ids: ids that end the reply; empty when they are ignored. order: arrival, for preemption of the youngest.
-    solo: nothing else runs in the same steps.
+    solo: nothing else runs in the same steps. wary: the same, until the turn has survived one step.
     """
 
     turn_id: str
@@ -30,6 +30,7 @@ class EngineRequest:
     priority: int
     order: int
     solo: bool = False
+    wary: bool = False
 
     @property
     def known_ids(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class Phase(StrEnum):
 class RunningTurn:
     """One turn: its sequence, the ids known so far and how many of its pages are sealed.
 
+    solo: its next step holds nothing else.
     ids: prompt, forced and sampled ids. unread: launched draws whose id the host has not read. num_sealed: leading
     pages of the sequence that are sealed (shared, restored or ours).
     """
@@ -43,7 +44,7 @@ class RunningTurn:
         """A turn that waits for admission."""
         request = turn.request
         history = TokenHistory(request.prompt_ids, request.forced_ids)
-        return cls(turn, list(request.known_ids), history, solo=request.solo)
+        return cls(turn, list(request.known_ids), history, solo=request.solo or request.wary)
 
     @property
     def loaded(self) -> Sequence:
