@@ -1,13 +1,17 @@
 """The fleet as control knows it: heartbeats of workers, models and their tokenizers, demand, quarantined writers.
 
 A worker is alive while its key lives; its free slots also follow claims and ends between two heartbeats.
+
+Processes of several versions share the registry: a reader passes over fields that it does not know and takes the
+default of those that are not there. A field of a wrong type is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import MISSING, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Final, get_origin, get_type_hints
 
 from workers.turns.codec import pack, unpack
 from workers.turns.errors import BadTurnData
@@ -59,6 +63,11 @@ class ModelRecord:
     info: Mapping[str, Any] | None = None
 
 
+_FIELD_TYPES: Final[Mapping[type, Mapping[str, Any]]] = MappingProxyType(
+    {kind: get_type_hints(kind) for kind in (WorkerRecord, ModelRecord)}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
     """Demand of one model for autoscaling: open turns (waiting, queued, in progress), those in progress, live slots."""
@@ -87,14 +96,13 @@ def retire(worker_id: str, boot_id: str) -> ScriptCall[None]:
 
 
 def list_workers() -> ScriptCall[tuple[WorkerRecord, ...]]:
-    """Read all live workers, by id."""
+    """Read all live workers, by id. Raises BadTurnData for a record that is none."""
 
     def parse(reply: Any) -> tuple[WorkerRecord, ...]:
         records = []
         for packed, free, seen_ms in reply:
-            body = _body("worker", packed, WorkerRecord)
-            body["hot_branches"] = tuple(body["hot_branches"])
-            records.append(WorkerRecord(**{**body, "free": int(free), "seen_at": int(seen_ms) / 1000}))
+            known = _known_fields("worker", packed, WorkerRecord)
+            records.append(WorkerRecord(**{**known, "free": int(free), "seen_at": int(seen_ms) / 1000}))
         return tuple(sorted(records, key=lambda record: record.worker_id))
 
     return ScriptCall(load_script("list_workers", flags="no-writes"), (), (), parse)
@@ -114,10 +122,10 @@ def publish_model(record: ModelRecord, bundle: bytes) -> ScriptCall[None]:
 
 
 def list_models() -> ScriptCall[tuple[ModelRecord, ...]]:
-    """Read all published models, by name."""
+    """Read all published models, by name. Raises BadTurnData for a record that is none."""
 
     def parse(reply: Any) -> tuple[ModelRecord, ...]:
-        records = (ModelRecord(**_body("model", packed, ModelRecord)) for packed in reply)
+        records = (ModelRecord(**_known_fields("model", packed, ModelRecord)) for packed in reply)
         return tuple(sorted(records, key=lambda record: record.name))
 
     return ScriptCall(load_script("list_models", flags="no-writes"), (), (), parse)
@@ -154,9 +162,29 @@ def _plain(record: WorkerRecord | ModelRecord) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def _body(field: str, packed: bytes, kind: type[WorkerRecord] | type[ModelRecord]) -> dict[str, Any]:
+def _known_fields(field: str, packed: bytes, kind: type[WorkerRecord] | type[ModelRecord]) -> dict[str, Any]:
+    """The fields of a packed record that `kind` has. Raises BadTurnData when one is of a wrong type or lacking."""
     body = unpack(field, packed)
-    names = {known.name for known in fields(kind)}
-    if not isinstance(body, dict) or set(body) != names:
-        raise BadTurnData(field, type(body).__name__, f"a map of {sorted(names)}")
-    return body
+    if not isinstance(body, dict):
+        raise BadTurnData(field, type(body).__name__, "a map")
+    known: dict[str, Any] = {}
+    for name, hint in _FIELD_TYPES[kind].items():
+        if name in body:
+            if not _is_of_type(body[name], hint):
+                raise BadTurnData(f"{field}.{name}", body[name], f"of type {getattr(hint, '__name__', hint)}")
+            known[name] = tuple(body[name]) if get_origin(hint) is tuple else body[name]
+    needed = {known_field.name for known_field in fields(kind) if known_field.default is MISSING}
+    if not needed <= known.keys():
+        raise BadTurnData(field, sorted(known), f"with {sorted(needed)}")
+    return known
+
+
+def _is_of_type(value: object, hint: Any) -> bool:
+    """Whether an unpacked value can stand in a field with this annotation: a number, text, list of texts or map."""
+    if get_origin(hint) is tuple:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    return value is None or isinstance(value, dict)
