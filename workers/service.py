@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import redis
+
 from snapshot_store.published import publish_fingerprint
 from snapshot_store.redis_store import RedisPageStore
 from snapshot_store.salts import tenant_salt
@@ -36,7 +38,7 @@ from workers.prompt.sandbox import TemplateSandbox
 from workers.settings import WorkerSettings
 from workers.turn_runner import TurnRunner
 from workers.turns.calls import end_worker_leases
-from workers.turns.control import TurnControl, connect
+from workers.turns.control import TurnControl, connect, open_connections
 from workers.turns.leasing import Claimant
 from workers.worker_parts import WorkerParts
 
@@ -45,6 +47,8 @@ _FINGERPRINT_TTL_S = 30 * 24 * 3600
 _HOT_BRANCHES = 64
 _STALL_S = 10.0
 _DRAIN_POLL_S = 0.1
+# Beside the turns these speak to control: heartbeat, leases, bookkeeping.
+_NUM_OWN_SPEAKERS = 3
 
 
 class WorkerService:
@@ -61,7 +65,7 @@ class WorkerService:
         self.runtime = runtime
         self.store = store
         self.boot_id = secrets.token_bytes(16)
-        self.control = TurnControl(connect(settings.control_url))
+        self.control = TurnControl(connect(settings.control_url, max_connections=settings.slots + _NUM_OWN_SPEAKERS))
         self.dispatcher = Dispatcher(settings.control_url)
         self.engine = Engine(runtime.backend, step_rows=settings.step_rows)
         self.identity = WriterIdentity.of(runtime.fingerprint, self.boot_id, runtime.layout)
@@ -93,8 +97,12 @@ class WorkerService:
         return service
 
     def join(self) -> None:
-        """Start threads and announce the worker. Raises WorkerStartError when the two servers are one."""
+        """Start threads and announce the worker.
+
+        Raises WorkerStartError when the two servers are one, or control refuses the worker's connections.
+        """
         check_two_servers(self.settings)
+        self._open_connections()
         self.sandbox.start()
         self.engine.launch_thread()
         self.live.start()
@@ -154,6 +162,15 @@ class WorkerService:
         """Branches whose last turns ran here, latest first."""
         with self._hot_lock:
             return tuple(reversed(self._hot))
+
+    def _open_connections(self) -> None:
+        """One connection to control for each thread that speaks to it: all turns of a step do so at once."""
+        try:
+            open_connections(self.control.client)
+        except redis.RedisError as error:
+            num = self.control.client.connection_pool.max_connections
+            url = self.settings.control_url.rsplit("@", 1)[-1]
+            raise WorkerStartError("control_url", url, f"refuses {num} connections of one worker ({error})") from error
 
     def _claimant(self) -> Claimant:
         return Claimant(

@@ -58,11 +58,31 @@ class Patience:
             pause = min(2 * pause, self.longest_pause_s)
 
 
-def connect(url: str, *, timeout_s: float = 5.0) -> redis.Redis:
-    """Open a client of control for short commands. Tries once; `Patience` decides about more."""
-    return redis.Redis.from_url(
-        url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-    )
+def connect(url: str, *, timeout_s: float = 5.0, max_connections: int = MAX_CONNECTIONS) -> redis.Redis:
+    """Open a client of control for short commands. Tries once; `Patience` decides about more.
+
+    Callers beyond `max_connections` wait for a connection instead of opening one more.
+    """
+    pool = redis.BlockingConnectionPool.from_url(
+        url, max_connections=max_connections, timeout=timeout_s, socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0),
+    )  # fmt: skip
+    return redis.Redis.from_pool(pool)
+
+
+def open_connections(client: redis.Redis) -> None:
+    """Open every connection that the client may have, so that a later coincidence of callers opens none.
+
+    Raises redis.RedisError, for example when the server takes no more clients.
+    """
+    pool = client.connection_pool
+    taken = []
+    try:
+        for _ in range(pool.max_connections):
+            taken.append(pool.get_connection())
+    finally:
+        for connection in taken:
+            pool.release(connection)
 
 
 def connect_async(url: str, *, timeout_s: float = 5.0) -> redis.asyncio.Redis:
