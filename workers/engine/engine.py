@@ -19,6 +19,7 @@ from gpu.backend import Backend, StepHandle
 from gpu.cache import HoldKind
 from gpu.errors import CapacityError, InvariantViolation
 from gpu.plan import EntryResult, PlanEntry, StepPlan
+from workers.engine.promises import PagePromises
 from workers.engine.requests import EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
 from workers.engine.running import Phase, RunningTurn
 from workers.engine.scheduler import schedule
@@ -42,11 +43,15 @@ class EngineCounters:
 
 
 class Engine:
-    """Runs turns on a backend. Thread-safe: `admit`, `start`, `discard`, `call` and `wake`."""
+    """Runs turns on a backend. Thread-safe: `admit`, `start`, `discard`, `call` and `wake`.
+
+    promises: the only way to pages of the cache. Touched on the engine thread, as `cache` is (`call`).
+    """
 
     def __init__(self, backend: Backend, *, step_rows: int) -> None:
         self.backend = backend
         self.cache = backend.cache
+        self.promises = PagePromises(self.cache)
         self.failure: Exception | None = None
         self._max_rows = min(step_rows, backend.max_rows)
         self._turns: list[RunningTurn] = []
@@ -182,18 +187,11 @@ class Engine:
             active = [t for t in self._turns if t.phase in (Phase.RESOLVING, Phase.RUNNING)]
             if active and (running.turn.request.solo or any(t.turn.request.solo for t in active)):
                 return
-            needed = -(-(len(running.ids) + 1) // self.cache.layout.page_size) + 1
-            promised = sum(self._unclaimed_pages(t) for t in active)
-            if active and needed > self.cache.free_pages + self.cache.evictable_pages - promised:
+            if not self.promises.make(running):
                 return
-            running.pages_promised = needed
             running.sequence = self.cache.open()
             running.phase = Phase.RESOLVING
             running.turn.admitted.set()
-
-    def _unclaimed_pages(self, running: RunningTurn) -> int:
-        held = 0 if running.sequence is None else len(running.sequence.pages)
-        return max(0, running.pages_promised - held)
 
     def _begin(self, running: RunningTurn) -> None:
         if running.phase is not Phase.RESOLVING or running.sequence is None:
@@ -242,7 +240,7 @@ class Engine:
         if running.phase is not Phase.RUNNING:
             return False
         try:
-            self.cache.reserve(running.loaded, running.loaded.length + entry.num_rows)
+            self.promises.reserve(running, running.loaded.length + entry.num_rows)
         except CapacityError:
             return False
         return True
@@ -326,6 +324,7 @@ class Engine:
             # Its thread may be filling pages; it gives them back before it discards the turn.
             self._leaving.add(running.turn.request.turn_id)
         running.phase = Phase.ENDED
+        self.promises.end(running)
         self._turns.remove(running)
         if running.sequence is not None:
             self.cache.close(running.sequence)

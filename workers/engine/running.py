@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from gpu.cache import Sequence
@@ -20,7 +20,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RunningTurn:
     """One turn: its sequence, the ids known so far and how many of its pages are sealed.
 
@@ -37,7 +37,6 @@ class RunningTurn:
     unread: int = 0
     num_sealed: int = 0
     solo: bool = False
-    pages_promised: int = field(default=0)
 
     @classmethod
     def of(cls, turn: EngineTurn) -> RunningTurn:

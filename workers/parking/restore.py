@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpu.cache import FillPage, SealedPage
-from gpu.errors import CapacityError, UnfilledPage
+from gpu.errors import UnfilledPage
 from snapshot_store.errors import StoreError
 from snapshot_store.store import FetchOutcome, FetchRequest, PageDamaged, PageMissing, PagePresent, PageStore
 from snapshot_store.ttl import ttls_for_pages
@@ -161,7 +161,7 @@ class Restorer:
         num_present = self._count_present(pages, first, end, result)
         if num_present == 0 or not self._pays(num_present, pages, result):
             return
-        fills = self._begin_fill(num_present, result)
+        fills = self._begin_fill(running, num_present, result)
         begun = time.monotonic()
         good, received_s = 0, 0.0
         try:
@@ -198,15 +198,8 @@ class Restorer:
             result.reasons["slower"] += num_pages
         return read_s <= compute_s
 
-    def _begin_fill(self, num_pages: int, result: Resolution) -> list[FillPage]:
-        def begin() -> list[FillPage]:
-            cache = self._engine.cache
-            return cache.begin_fill(min(num_pages, cache.free_pages + cache.evictable_pages))
-
-        try:
-            fills = self._engine.call(begin)
-        except CapacityError:
-            fills = []
+    def _begin_fill(self, running: RunningTurn, num_pages: int, result: Resolution) -> list[FillPage]:
+        fills = self._engine.call(lambda: self._engine.promises.begin_fill(running, num_pages))
         if len(fills) < num_pages:
             result.reasons["no_free_page"] += num_pages - len(fills)
         return fills
@@ -266,6 +259,7 @@ class Restorer:
     ) -> int:
         """Mint the good pages and attach them; give the rest back. On the engine thread."""
         cache = self._engine.cache
+        self._engine.promises.end_fill(running)
         sealed: list[SealedPage] = []
         try:
             for index, fill in enumerate(good, first):
