@@ -6,6 +6,8 @@
     |   |-- FileTruncated      the file is shorter than its own header says
     |   |-- TensorMissing      the architecture needs a tensor that the file lacks
     |   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
+    |-- DeviceUnavailable      no usable GPU, driver or CUDA package (raised at start; says what is missing)
+    |-- KernelCompileError     NVRTC refused a kernel (raised at start; carries the compiler's log)
     |-- PlanError              a step plan or a call that breaks the cache's contract, refused before anything is queued
     |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
     |-- UnfilledPage           a restored page still holds poison (counts as damaged, is recomputed)
@@ -65,6 +67,19 @@ class UnsupportedModel(ModelFileError):
 
     def __init__(self, what: str, value: object, served: str) -> None:
         super().__init__(what, value, f"{what} unsupported, served: {served}")
+
+
+class DeviceUnavailable(GpuError):
+    """No usable GPU, driver or CUDA package. Raised at start; the message says what is missing and how to get it."""
+
+
+class KernelCompileError(GpuError):
+    """NVRTC refused a kernel source. Raised at start, with the compiler's log."""
+
+    def __init__(self, file: str, log: str) -> None:
+        super().__init__(f"gpu/kernels/{file}: {log}")
+        self.file = file
+        self.log = log
 
 
 class PlanError(GpuError):

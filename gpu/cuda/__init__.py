@@ -1,0 +1,1 @@
+"""The `cuda` backend: NVRTC-compiled kernels, driven through cuda-python."""

@@ -1,0 +1,50 @@
+"""The one table of CUDA kernels: name, source file, template parameters, argument types.
+
+A *variant* is a source file with values for its parameters (macros); it compiles to one cubin, which holds all kernels
+of that file. Kernels are `extern "C"` and have the same name in every variant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+
+class Arg(Enum):
+    """Type of a kernel argument; the value makes what cuda.core passes."""
+
+    POINTER = int
+    I32 = np.int32
+    U32 = np.uint32
+    I64 = np.int64
+    U64 = np.uint64
+    F32 = np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """A kernel. name: its symbol. arguments: in order."""
+
+    name: str
+    arguments: tuple[Arg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """A source file of `gpu/kernels` and its kernels.
+
+    parameters: macros that a variant must define. features: the least level it needs: "" for all architectures, "bulk"
+    for sm_90 and later, "wgmma" for sm_90a. samples: parameter values that the compile test uses.
+    """
+
+    file: str
+    kernels: tuple[KernelEntry, ...]
+    parameters: tuple[str, ...] = ()
+    features: str = ""
+    samples: tuple[dict[str, int], ...] = field(default=({},))
+
+    def kernel(self, name: str) -> KernelEntry:
+        """The entry with this name."""
+        return next(entry for entry in self.kernels if entry.name == name)
