@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from gpu.cache import KVCache, MirrorArena, Sequence
+from gpu.cache import MirrorArena, Sequence
+from gpu.cpu.backend import unified_cache
 from gpu.cpu.kv_kernels import NumbaKVKernels
 from gpu.cpu.threads import CpuThreads
-from gpu.device_memory import UnifiedMemory
 from gpu.formats import cache_format
 from gpu.layout import KVLayout, default_page_size
 from gpu.model.config import ModelConfig
@@ -75,7 +75,7 @@ class Bench:
         self.kv_format, self.num_threads = kv_format, num_threads
         self.threads = CpuThreads(num_threads)
         mirror, kernels = MirrorArena.allocate(num_pages * layout.page_bytes), NumbaKVKernels(self.threads)
-        self.cache = KVCache(layout, mirror, UnifiedMemory(), kernels, rope_table(config), attest="off")
+        self.cache = unified_cache(layout, mirror, kernels, rope_table(config), attest="off")
         self.model = HostModel(config, weights, self.threads)
         self.ids = np.random.default_rng(0).integers(0, config.vocab_size, LONG_PROMPT + 1024).tolist()
 

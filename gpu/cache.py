@@ -9,14 +9,12 @@ methods are called on the engine thread, except `hold`, `release`, `abandon_fill
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from gpu.cache_stats import CacheStats
+from gpu.cell_kernels import CellKernels
 from gpu.device_memory import DeviceMemory
 from gpu.errors import HoldViolation, NonFiniteInput, PlanError, UnfilledPage, UnprovenAppend, invariant
-from gpu.kv_kernels import KVKernels, RopeTable
 from gpu.layout import KVLayout
 from gpu.mirror import MirrorArena
 from gpu.page_memory import PageMemory
@@ -52,20 +50,16 @@ class KVCache:
         layout: KVLayout,
         mirror: MirrorArena,
         device: DeviceMemory,
-        kernels: KVKernels,
-        rope: RopeTable,
+        kernels: CellKernels,
         *,
         attest: str = "sampled",
         resident_cells: int | None = None,
         poison: Poison | None = None,
     ) -> None:
         self.layout = layout
-        self.rope = rope
         self._kernels = kernels
-        self.memory = PageMemory(
-            layout, mirror, device, poison or Poison(layout), Attest.parse(attest), resident_cells
-        )
-        self._steps = StepLedger(self.memory, rope.max_position)
+        self.memory = PageMemory(layout, mirror, device, poison or Poison(layout), Attest.parse(attest), resident_cells)
+        self._steps = StepLedger(self.memory, kernels)
         self._next_sequence_id = 0
 
     def open(self) -> Sequence:
@@ -143,34 +137,20 @@ class KVCache:
         """
         return self._steps.begin(plan)
 
-    def append(self, plan: LayerAppend, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+    def append(self, plan: LayerAppend, k: Any, v: Any) -> None:
         """Write one layer of a launched step's cells: the mirror always, the device where the page is resident.
 
-        k, v: (num_rows, num_kv_heads, head_dim) f32, K before RoPE. The only writer of generated cells.
+        k, v: (num_rows, num_kv_heads, head_dim) f32, K before RoPE, in the memory that the kernels work on. The only
+        writer of generated cells.
         """
-        cells = self._steps.owned(plan)
-        shape = (cells.num_rows, self.layout.num_kv_heads, self.layout.head_dim)
-        _check_array("k", k, shape)
-        _check_array("v", v, shape)
-        target, device = cells.store_target, self.memory.device.arena
-        self._kernels.store_rows(
-            self.layout, plan.layer, k, v, self.rope, cells.rows, target, device, cells.counts, cells.nonfinite
-        )
+        self._kernels.store(self._steps.owned(plan), plan.layer, k, v)
 
-    def attend(self, plan: LayerAppend, q: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    def attend(self, plan: LayerAppend, q: Any, out: Any) -> None:
         """Attend each row of a step to its own and all earlier cells of its sequence, in one layer.
 
-        q, out: (num_rows, num_heads, head_dim) f32, q before RoPE; out is overwritten.
+        q, out: (num_rows, num_heads, head_dim), q before RoPE; out is overwritten.
         """
-        cells = self._steps.owned(plan)
-        num_heads = q.shape[1] if q.ndim == 3 else 0
-        if num_heads == 0 or num_heads % self.layout.num_kv_heads:
-            raise PlanError("q", q.shape, f"(rows, a multiple of {self.layout.num_kv_heads} heads, head_dim)")
-        shape = (cells.num_rows, num_heads, self.layout.head_dim)
-        _check_array("q", q, shape)
-        _check_array("out", out, shape)
-        mirror, device = self.memory.mirror.array, self.memory.device.arena
-        self._kernels.attend(self.layout, plan.layer, q, self.rope, cells.rows, cells.tables, mirror, device, out)
+        self._kernels.attend(self._steps.owned(plan), plan.layer, q, out)
 
     def finish_step(self, cells: StepCells) -> tuple[NonFiniteInput | None, ...]:
         """The step's event: lands its mirror stores, proves it and drops its holds. Steps finish in launch order.
@@ -317,8 +297,3 @@ class KVCache:
             promotions=residency.num_promotions,
             streamed_bytes=self._steps.streamed_bytes,
         )
-
-
-def _check_array(name: str, array: NDArray[np.float32], shape: tuple[int, int, int]) -> None:
-    if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
-        raise PlanError(name, (array.shape, str(array.dtype)), f"C-contiguous f32 of shape {shape}")

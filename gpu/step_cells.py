@@ -67,9 +67,9 @@ class StepCells:
         """Rows of the step."""
         return self.rows.num_rows
 
-    def expected_counts(self) -> NDArray[np.int64]:
+    def expected_counts(self, stores_per_row: int) -> NDArray[np.int64]:
         """Mirror stores that prove the step: (num_layers, S, 2), the entry's rows in every layer and plane."""
-        per_entry = np.array([entry.end - entry.first for entry in self.entries], np.int64)
+        per_entry = stores_per_row * np.array([entry.end - entry.first for entry in self.entries], np.int64)
         return np.broadcast_to(per_entry[None, :, None], self.counts.shape)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
+from gpu.cell_kernels import CellKernels
 from gpu.errors import HoldViolation, NonFiniteInput, PlanError, UnprovenAppend, WriteOutOfBounds, invariant
 from gpu.page_memory import PageMemory
 from gpu.pages import PageState
@@ -24,10 +26,10 @@ from gpu.step_cells import (
 class StepLedger:
     """Steps between launch and event, oldest first."""
 
-    def __init__(self, memory: PageMemory, max_position: int) -> None:
+    def __init__(self, memory: PageMemory, kernels: CellKernels) -> None:
         self.streamed_bytes = 0
         self._memory = memory
-        self._max_position = max_position
+        self._kernels = kernels
         self._launched: deque[StepCells] = deque()
 
     def begin(self, plan: StepPlan) -> StepCells:
@@ -68,7 +70,8 @@ class StepLedger:
         invariant(oldest, HoldViolation, "a step ended out of launch order, or twice")
         self._launched.popleft()
         self._memory.device.land(self._memory.mirror.array, cells.ranges)
-        missing = (cells.counts != cells.expected_counts()).any(axis=(0, 2))
+        expected = cells.expected_counts(self._kernels.stores_per_row)
+        missing = (cells.counts != expected).any(axis=(0, 2))
         errors = tuple(
             NonFiniteInput(f"positions {entry.first} to {entry.end - 1}: K or V is NaN or Inf") if count else None
             for entry, count in zip(cells.entries, cells.nonfinite.tolist(), strict=True)
@@ -77,7 +80,7 @@ class StepLedger:
             self._settle(entry, proven=error is None and not unproven)
         self._memory.pool.release_step(cells.held, cells.generations)
         if missing.any():
-            raise _unproven(cells, int(np.argmax(missing)))
+            raise _unproven(cells, expected, int(np.argmax(missing)))
         self._memory.check_tails(entry.sequence for entry in cells.entries)
         self._memory.residency.trim(self._memory.pool)
         return errors
@@ -97,8 +100,8 @@ class StepLedger:
         end = sequence.length + entry.num_rows
         if sequence.closed or sequence.failed:
             raise PlanError("sequence", sequence, "is closed" if sequence.closed else "has an unproven step")
-        if end > self._max_position:
-            raise PlanError("position", end - 1, f"below {self._max_position}")
+        if end > self._kernels.max_position:
+            raise PlanError("position", end - 1, f"below {self._kernels.max_position}")
         reserved = len(sequence.pages) * page_size
         invariant(end <= reserved, WriteOutOfBounds, f"{sequence}: {entry.num_rows} rows, {reserved} cells reserved")
         for page in sequence.pages[sequence.length // page_size : (end - 1) // page_size + 1]:
@@ -144,9 +147,9 @@ class StepLedger:
             sequence.accepted = max(sequence.accepted, final)
 
 
-def _unproven(cells: StepCells, index: int) -> UnprovenAppend:
+def _unproven(cells: StepCells, expected: NDArray[np.int64], index: int) -> UnprovenAppend:
     entry = cells.entries[index]
     return UnprovenAppend(
         f"{entry.kind.value} rows {entry.first} to {entry.end - 1} of {entry.sequence}: mirror stores "
-        f"{np.unique(cells.counts[:, index]).tolist()} per layer and plane, planned {entry.end - entry.first}"
+        f"{np.unique(cells.counts[:, index]).tolist()} per layer and plane, planned {int(expected[0, index, 0])}"
     )

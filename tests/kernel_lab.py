@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cache import KVCache, MirrorArena, Sequence
+from gpu.cpu.backend import unified_cache
 from gpu.cpu.kernels import MODE_PLAIN
 from gpu.cpu.kv_kernels import NumbaKVKernels
 from gpu.cpu.product_task import ProductTask, padded_width
 from gpu.cpu.threads import CpuThreads
-from gpu.device_memory import UnifiedMemory
 from gpu.formats import cache_format
 from gpu.layout import KVLayout
 from gpu.model.config import ModelConfig
@@ -90,5 +90,5 @@ def make_model_lab(
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, 16, fmt.k, fmt.v)
     mirror, threads = MirrorArena.allocate(num_pages * layout.page_bytes), threads_of(num_threads)
     kernels, rope = NumbaKVKernels(threads), rope_table(config, 1024)
-    cache = KVCache(layout, mirror, UnifiedMemory(), kernels, rope, attest="always")
+    cache = unified_cache(layout, mirror, kernels, rope, attest="always")
     return ModelLab(HostModel(config, weights, threads), cache, mirror)

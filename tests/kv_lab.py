@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cache import HoldKind, KVCache, MirrorArena, SealedPage, Sequence
-from gpu.cpu.backend import CpuBackend
-from gpu.device_memory import UnifiedMemory
+from gpu.cpu.backend import CpuBackend, unified_cache
 from gpu.formats import cache_format
 from gpu.kv_kernels import KVKernels, RopeTable
 from gpu.layout import KVLayout
@@ -148,7 +147,7 @@ def make_lab(
     sampler = sampler or ArgMax()
     kv_kernels, rope = kernels_of(kernels), rope or rope_table()
     if backend == "cpu":
-        cache = KVCache(layout, mirror, UnifiedMemory(), kv_kernels, rope, attest=attest, resident_cells=resident_cells)
+        cache = unified_cache(layout, mirror, kv_kernels, rope, attest=attest, resident_cells=resident_cells)
         return Lab(CpuBackend(model, cache, sampler, 256), layout)
     return Lab(
         SimulatedBackend(

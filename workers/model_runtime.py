@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, replace
 
 from gpu.backend import Backend
-from gpu.cache import KVCache, MirrorArena
-from gpu.cpu.backend import CpuBackend
+from gpu.cache import MirrorArena
+from gpu.cpu.backend import CpuBackend, unified_cache
+from gpu.cpu.compile_cache import compiling
 from gpu.cpu.kv_kernels import NumbaKVKernels
 from gpu.cpu.sampling import HostSampler
 from gpu.cpu.threads import CpuThreads
-from gpu.device_memory import UnifiedMemory
 from gpu.errors import LayoutError
 from gpu.formats import cache_format
 from gpu.layout import KVLayout, default_page_size
@@ -20,6 +20,7 @@ from gpu.model.config import ModelConfig
 from gpu.model.forward import HostModel
 from gpu.model.rope import rope_table
 from gpu.simulated.backend import SimulatedBackend
+from gpu.warm_up import warm_up
 from snapshot_store.fingerprint import Fingerprint
 from workers.fingerprints import fingerprint_of
 from workers.model_source import LoadedSource, open_model
@@ -30,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelRuntime:
-    """A loaded model on its backend. context_length: tokens of prompt and reply together."""
+    """A loaded model on its backend, its kernels compiled. context_length: tokens of prompt and reply together.
+
+    warm_up_rows_per_s: how fast a few prompt rows were computed; a lower bound.
+    """
 
     source: LoadedSource
     layout: KVLayout
@@ -38,6 +42,7 @@ class ModelRuntime:
     threads: CpuThreads
     fingerprint: Fingerprint
     context_length: int
+    warm_up_rows_per_s: float
 
     @property
     def arena_cells(self) -> int:
@@ -51,7 +56,7 @@ class ModelRuntime:
 
 
 def load_runtime(settings: WorkerSettings) -> ModelRuntime:
-    """Open the model, pack its weights, allocate the mirror and compute the fingerprint (which compiles the kernels).
+    """Open the model, pack its weights, allocate the mirror, compute the fingerprint and compile every kernel.
 
     Raises ModelFileError, TokenizerError or LayoutError that names what is wrong.
     """
@@ -65,11 +70,14 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     mirror = MirrorArena.allocate(num_pages * layout.page_bytes)
     threads = CpuThreads(settings.threads)
     weights = source.load_weights()
-    backend = _backend(settings, config, layout, mirror, HostModel(config, weights, threads), threads)
     storage = weights.layers[0].q.storage.value
-    fingerprint = fingerprint_of(source, layout, backend, storage)
+    # Numba compiles a kernel for all formats and shapes; whether a model needs it depends on its architecture.
+    with compiling(f"{settings.backend}-{config.architecture}"):
+        backend = _backend(settings, config, layout, mirror, HostModel(config, weights, threads), threads)
+        fingerprint = fingerprint_of(source, layout, backend, storage)
+        rows_per_s = warm_up(backend)
     _log.info("%s on %s ready in %.1f s: %d pages", source.name, backend.name, time.monotonic() - begun, num_pages)
-    return ModelRuntime(source, layout, backend, threads, fingerprint, context_length)
+    return ModelRuntime(source, layout, backend, threads, fingerprint, context_length, rows_per_s)
 
 
 def layout_of(config: ModelConfig, kv_format: str, page_size: int | None) -> KVLayout:
@@ -108,7 +116,5 @@ def _backend(
             attest=settings.attest,
             resident_cells=settings.kv_resident,
         )
-    cache = KVCache(
-        layout, mirror, UnifiedMemory(), kernels, rope, attest=settings.attest, resident_cells=settings.kv_resident
-    )
+    cache = unified_cache(layout, mirror, kernels, rope, attest=settings.attest, resident_cells=settings.kv_resident)
     return CpuBackend(model, cache, sampler, settings.step_rows)

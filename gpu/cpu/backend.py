@@ -5,13 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpu.cache import KVCache
+from gpu.cell_kernels import HostCellKernels
+from gpu.device_memory import UnifiedMemory
 from gpu.errors import GpuError
 from gpu.host_step import HostStep, StepModel
+from gpu.kv_kernels import KVKernels, RopeTable
+from gpu.layout import KVLayout
+from gpu.mirror import MirrorArena
 from gpu.plan import StepPlan, StepResult
 from gpu.sampling import Sampler
 
 if TYPE_CHECKING:
     from gpu.model.config import ModelConfig
+
+
+def unified_cache(
+    layout: KVLayout,
+    mirror: MirrorArena,
+    kernels: KVKernels,
+    rope: RopeTable,
+    *,
+    attest: str = "sampled",
+    resident_cells: int | None = None,
+) -> KVCache:
+    """A cache whose mirror pages are themselves the resident copies."""
+    memory = UnifiedMemory()
+    cell_kernels = HostCellKernels(layout, kernels, rope, mirror.array, memory.arena)
+    return KVCache(layout, mirror, memory, cell_kernels, attest=attest, resident_cells=resident_cells)
 
 
 class FinishedStep:

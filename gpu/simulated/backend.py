@@ -11,6 +11,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from gpu.cache import KVCache
+from gpu.cell_kernels import HostCellKernels
 from gpu.errors import GpuError
 from gpu.host_step import ComputedStep, HostStep, StepModel
 from gpu.kv_kernels import KVKernels, RopeTable
@@ -78,8 +79,7 @@ class SimulatedBackend:
             layout,
             mirror,
             memory,
-            self.kernels,
-            rope,
+            HostCellKernels(layout, self.kernels, rope, mirror.array, memory.arena),
             attest=attest,
             resident_cells=resident_cells,
             poison=self._poison,

@@ -368,7 +368,7 @@ def test_kv_arena_without_room_for_a_page_is_refused_at_load(num_bytes: int, fie
     with pytest.raises(LayoutError, match=field):
         lab = make_lab(num_pages=1)
         mirror = MirrorArena.allocate(num_bytes)
-        type(lab.cache)(lab.layout, mirror, lab.cache.memory.device, lab.cache._kernels, lab.cache.rope)
+        type(lab.cache)(lab.layout, mirror, lab.cache.memory.device, lab.cache._kernels)
 
 
 @pytest.mark.parametrize(("option", "value"), [("attest", "often"), ("resident_cells", -1)])
