@@ -187,15 +187,20 @@ class TimedOut(ApiError):
 _CLIENT_FAULTS = {
     "capacity_exceeded", "context_length_exceeded", "invalid_logit_bias", "invalid_prompt", "parent_failed",
 }  # fmt: skip
+_OUTAGES = {"worker_gone"}
 
 
 def error_of_turn(error: dict[str, Any] | None, state: str) -> ApiError:
-    """The HTTP error for a turn that ended without a reply: 400 where the request was at fault, else 500."""
+    """The HTTP error for a turn that ended without a reply: 400 where the request was at fault, 503 where
+    what it names is out of reach, else 500.
+    """
     if state == "cancelled":
         return Conflict("the turn was cancelled", code="cancelled")
     if state == "expired":
         return TimedOut("the turn's deadline passed before it was done", code="deadline_exceeded")
     code = str((error or {}).get("code") or "server_error")
     message = str((error or {}).get("message") or "the turn failed")
+    if code in _OUTAGES:
+        return Unavailable(message, code=code)
     kind = InvalidRequest if code in _CLIENT_FAULTS else TurnFault
     return kind(message, code=code, param=(error or {}).get("param"))

@@ -100,7 +100,8 @@ class TurnService:
         """Accept a turn once and send its message; the sweeper covers a message that is lost.
 
         Raises Overloaded (queue or memory full), Conflict (the key was used with another body), NotFound (no such
-        parent or conversation in the tenant), InvalidRequest (a parent that failed), Unavailable.
+        parent or conversation in the tenant), InvalidRequest (a parent that failed, a worker that is not there),
+        Unavailable.
         """
         outcome = await self.run(self._accept(request, idempotency))
         _raise_refusal(outcome, request)
@@ -271,6 +272,13 @@ def _raise_refusal(outcome: AcceptOutcome, request: TurnRequest) -> None:
             f"Previous response with id '{(request.parent_id or '')[:80]}' did not complete",
             code="parent_failed",
             param="previous_response_id",
+        )
+    if kind is AcceptKind.WORKER_NOT_FOUND:
+        raise InvalidRequest(
+            f"'kvalet.worker' = '{request.worker}' names no live worker of model '{request.model[:80]}'; "
+            "GET /v1/workers lists them",
+            code="worker_not_found",
+            param="kvalet.worker",
         )
     if kind is AcceptKind.CONVERSATION_NOT_FOUND:
         raise NotFound(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from snapshot_store.transcript import CacheScope, TranscriptEntry
+from workers.registry import WorkerRecord, beat
 from workers.turns.calls import accept, append_events, claim, commit
 from workers.turns.control import TurnControl
 from workers.turns.events import EventKind, TurnEvent, TurnState
@@ -33,6 +34,12 @@ def worker(worker_id: str = "w1", **changes: Any) -> Claimant:
     """A worker that serves the test model."""
     values: dict[str, Any] = {"boot_id": f"{worker_id}-boot", "models": (MODEL,)}
     return Claimant(worker_id, **{**values, **changes})
+
+
+def free(control: TurnControl, worker_id: str, slots: int, model: str = MODEL, ttl_s: float = 10.0) -> None:
+    """Register a live worker."""
+    record = WorkerRecord(worker_id=worker_id, boot_id=f"{worker_id}-boot", model=model, slots=slots, free=0)
+    control.run(beat(record, ttl_s=ttl_s))
 
 
 def accepted(control: TurnControl, turn_id: str | None = None, **changes: Any) -> str:

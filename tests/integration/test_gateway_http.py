@@ -27,6 +27,9 @@ from tests.gateway_fleet import (
     wait_until,
 )
 from tests.services import ValkeyServer
+from workers.registry import retire
+from workers.turns.calls import end_worker_leases, sweep
+from workers.turns.control import TurnControl, connect
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,30 @@ def test_http_worker_is_forced_by_admin_keys_only(tenants: dict[str, httpx.Clien
     body = response_body(kvalet={"worker": "w1"})
     assert tenants["acme"].post("/v1/responses", json=body).json()["error"]["param"] == "kvalet.worker"
     assert tenants["ops"].post("/v1/responses", json=body).json()["kvalet"]["worker_id"] == "w1"
+
+
+def test_http_worker_that_is_not_there_is_refused_at_once_by_name(client: httpx.Client) -> None:
+    for path, body in (("/v1/responses", response_body()), ("/v1/chat/completions", chat_body())):
+        answer = client.post(path, json={**body, "kvalet": {"worker": "w9"}}, timeout=2)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "worker_not_found", "kvalet.worker")
+        assert "'w9'" in error["message"] and "GET /v1/workers" in error["message"]
+
+
+def test_http_turn_whose_worker_does_not_come_back_is_503(control_server: ValkeyServer) -> None:
+    named, other = FakeWorker(control_server, worker_id="w1"), FakeWorker(control_server, worker_id="w2")
+    named.script = lambda _: Script(("x ",) * 100, pause_s=0.05)
+    control = TurnControl(connect(control_server.url))
+    with stack(control_server, named, other) as url, ThreadPoolExecutor(1) as client:
+        body = response_body(kvalet={"worker": "w1"})
+        answer = client.submit(httpx.post, f"{url}/v1/responses", json=body, timeout=20)
+        wait_until(lambda: bool(named.seen))
+        named.join()
+        control.run(retire("w1", "w1-boot"))
+        control.run(end_worker_leases("w1"))
+        wait_until(lambda: not control.run(sweep(named_worker_wait_s=0)) and answer.done())
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (503, "worker_gone")
+        assert other.seen == []
 
 
 def test_http_workers_are_listed_for_admin_keys_only(tenants: dict[str, httpx.Client]) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.services import ValkeyServer
-from tests.turn_factory import LIMITS, accept_turn, accepted, claimed, complete, request, terminal, worker
+from tests.turn_factory import LIMITS, accept_turn, accepted, claimed, complete, free, request, terminal, worker
+from workers.registry import retire
 from workers.turns import calls
 from workers.turns.control import TurnControl, connect
 from workers.turns.errors import BadTurnData
@@ -34,7 +35,29 @@ def test_accept_with_reply_lost_answers_the_same_again(control: TurnControl) -> 
 
 
 def test_accept_with_forced_worker_asks_for_its_queue(control: TurnControl) -> None:
+    free(control, "w7", 1)
     assert accept_turn(control, "a", worker="w7").dispatch == Dispatch("a", "tiny", "w7")
+
+
+@pytest.mark.parametrize("named", ["nobody", "elsewhere", "gone"])
+def test_accept_for_a_worker_that_is_not_there_is_refused_and_writes_nothing(control: TurnControl, named: str) -> None:
+    free(control, "elsewhere", 1, model="other")
+    free(control, "gone", 1)
+    control.run(retire("gone", "gone-boot"))
+    before = control.client.dbsize()
+    assert accept_turn(control, "a", worker=named).kind is AcceptKind.WORKER_NOT_FOUND
+    assert control.client.dbsize() == before
+
+
+def test_accept_again_under_a_key_answers_the_turn_of_a_worker_that_has_gone(control: TurnControl) -> None:
+    free(control, "w7", 1)
+    calls_of_one_key = [
+        calls.accept(request(turn_id, worker="w7"), LIMITS, idempotency_key="k", body_digest=b"b") for turn_id in "ab"
+    ]
+    control.run(calls_of_one_key[0])
+    control.run(retire("w7", "w7-boot"))
+    outcome = control.run(calls_of_one_key[1])
+    assert (outcome.kind, outcome.turn_id) == (AcceptKind.EXISTING, "a")
 
 
 def test_accept_over_model_limit_answers_queue_full_with_retry_after(control: TurnControl) -> None:

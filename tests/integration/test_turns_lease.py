@@ -16,12 +16,13 @@ from tests.turn_factory import (
     complete,
     delta,
     entry,
+    free,
     request,
     started,
     terminal,
     worker,
 )
-from workers.registry import WorkerRecord, beat
+from workers.registry import WorkerRecord, beat, retire
 from workers.turns import calls
 from workers.turns.control import TurnControl, connect
 from workers.turns.errors import StaleLease, TurnEnded
@@ -42,11 +43,6 @@ def crash(control: TurnControl, turn_id: str) -> ClaimedTurn:
     turn = claimed(control, turn_id)
     control.run(calls.end_worker_leases("w1"))
     return turn
-
-
-def free(control: TurnControl, worker_id: str, slots: int) -> None:
-    """Register a live worker."""
-    control.run(beat(WorkerRecord(worker_id=worker_id, boot_id="b", model="tiny", slots=slots, free=0)))
 
 
 def test_claim_new_turn_gives_first_epoch_and_the_request(control: TurnControl) -> None:
@@ -79,6 +75,7 @@ def test_claim_by_worker_of_other_model_gives_nothing(control: TurnControl) -> N
 
 
 def test_claim_of_forced_turn_by_other_worker_gives_nothing(control: TurnControl) -> None:
+    free(control, "w2", 1)
     accepted(control, "a", worker="w2")
     assert control.run(calls.claim("a", worker("w1"))) is None
     assert claimed(control, "a", worker("w2")).request.turn_id == "a"
@@ -270,6 +267,49 @@ def test_sweep_sends_nothing_to_a_queue_that_holds_a_message_for_every_turn(cont
     assert sent == [2, 1, 0, 0]
 
 
+def test_sweep_fails_a_turn_whose_named_worker_has_stayed_away(control: TurnControl) -> None:
+    free(control, "w2", 1)
+    accepted(control, "a", worker="w2")
+    control.run(calls.end_worker_leases("w2"))
+    control.run(retire("w2", "w2-boot"))
+    control.run(calls.sweep(named_worker_wait_s=0.2))
+    assert control.run(calls.get_turn_state("local", "a")) is TurnState.QUEUED
+    time.sleep(0.25)
+    control.run(calls.sweep(named_worker_wait_s=0.2))
+    view = control.run(calls.get_turn("local", "a"))
+    assert view is not None and view.error is not None
+    assert (view.state, view.error["code"]) == (TurnState.FAILED, "worker_gone")
+
+
+def test_sweep_keeps_a_turn_whose_named_worker_comes_back_in_time(control: TurnControl) -> None:
+    free(control, "w2", 1)
+    accepted(control, "a", worker="w2")
+    control.run(retire("w2", "w2-boot"))
+    control.run(calls.sweep(named_worker_wait_s=0.2))
+    free(control, "w2", 1)
+    control.run(calls.sweep(named_worker_wait_s=0.2))
+    time.sleep(0.25)
+    control.run(retire("w2", "w2-boot"))
+    control.run(calls.sweep(named_worker_wait_s=0.2))
+    assert control.run(calls.get_turn_state("local", "a")) is TurnState.QUEUED
+    free(control, "w2", 1)
+    assert claimed(control, "a", worker("w2")).request.turn_id == "a"
+
+
+def test_sweep_fails_the_turn_of_a_named_worker_that_died_while_it_ran(control: TurnControl) -> None:
+    free(control, "w2", 1)
+    accepted(control, "a", worker="w2")
+    turn = claimed(control, "a", worker("w2", lease_s=0.05))
+    control.run(calls.append_events(turn.lease, [started(), delta(1)]))
+    control.run(retire("w2", "w2-boot"))
+    time.sleep(0.06)
+    for _ in range(2):
+        control.run(calls.sweep(named_worker_wait_s=0))
+    view = control.run(calls.get_turn("local", "a"))
+    assert view is not None and view.error is not None
+    assert (view.error["code"], view.crashes, view.output_text) == ("worker_gone", 1, "t1 ")
+
+
 def test_sweep_ends_a_turn_whose_deadline_has_passed(control: TurnControl) -> None:
     accepted(control, "a", deadline=time.time() - 1)
     control.run(calls.sweep())
@@ -327,11 +367,13 @@ def test_other_worker_that_got_the_hot_turns_own_message_takes_it_at_once(contro
 
 
 def test_forced_turn_of_a_model_its_worker_lacks_is_not_given(control: TurnControl) -> None:
+    free(control, "w1", 1, model="other")
     accepted(control, "a", worker="w1", model="other")
     assert control.run(calls.claim("a", worker("w1"))) is None
 
 
 def test_message_of_a_forced_turn_used_for_another_is_sent_again_soon(control: TurnControl) -> None:
+    free(control, "w1", 1)
     accepted(control, "first", worker="w1")
     accepted(control, "forced", worker="w1")
     assert claimed(control, "forced").request.turn_id == "first"
@@ -339,6 +381,7 @@ def test_message_of_a_forced_turn_used_for_another_is_sent_again_soon(control: T
 
 
 def test_turn_freed_by_a_claim_that_cannot_take_it_is_sent_by_the_next_sweep(control: TurnControl) -> None:
+    free(control, "quick", 1)
     accepted(control, "a", worker="quick")
     claimed(control, "a", QUICK)
     time.sleep(0.06)

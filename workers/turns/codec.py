@@ -206,6 +206,9 @@ ENDINGS: Final[Mapping[str, bytes]] = MappingProxyType(
         "parent_failed": _ending(
             TurnState.FAILED, "error", "parent_failed", "the turn that this one continues did not complete"
         ),
+        "worker_gone": _ending(
+            TurnState.FAILED, "error", "worker_gone", "the worker that this turn names has stopped and not come back"
+        ),
         "crashed": _ending(
             TurnState.FAILED, "error", "worker_crashed", "workers stopped repeatedly while they ran this turn"
         ),

@@ -31,6 +31,7 @@ class AcceptKind(StrEnum):
     PARENT_NOT_FOUND = "parent_not_found"
     PARENT_FAILED = "parent_failed"
     CONVERSATION_NOT_FOUND = "conversation_not_found"
+    WORKER_NOT_FOUND = "worker_not_found"
 
 
 @dataclass(frozen=True, slots=True)

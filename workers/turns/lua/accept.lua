@@ -1,6 +1,6 @@
 -- Accept a turn: its record, its idempotency key and its place in its branch, or a refusal that writes nothing.
--- Keys: turn, branch, waiting, conversation, queued/forced, tenants, open, open_by_tenant, due, deadlines, idempotency,
---       the parent's transcript
+-- Keys: turn, branch, waiting, conversation, queued/forced, tenants, open, open_by_tenant, due, deadlines, worker,
+--       idempotency, the parent's transcript
 -- Returns {kind, turn id, messages to send, retry after (s)}
 local id, tenant, model, request, parent_id, conversation_id = unpack(ARGV, 1, 6)
 local created_s, deadline_ms, priority, worker, store, scope, idempotency, body = unpack(ARGV, 7, 14)
@@ -29,6 +29,7 @@ if idempotency ~= '' then
   end
 end
 
+if worker ~= '' and not is_serving(worker, model) then return refuse('worker_not_found') end
 if tonumber(call('HGET', K.open, model) or 0) >= max_model
   or tonumber(call('HGET', K.open_by_tenant .. model, tenant) or 0) >= max_tenant then
   return refuse('queue_full', retry_after_s())

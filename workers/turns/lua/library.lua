@@ -5,7 +5,8 @@
 --   tenant model branch request scope store priority ready_ms created_s deadline_ms worker (forced) conversation
 --   by_id ('1': names its parent)  idempotency  stream_ttl_s retention_s
 --   state  started_ms ended_ms  cancel (state in which the turn should end)  hidden  children (turns that name it)
---   runnable ('1': first of its branch, parent committed)  hot (worker that may hold its cells)  delay_ms (next resend)  sent_ms (last message)
+--   runnable ('1': first of its branch, parent committed)  hot (worker that may hold its cells)  delay_ms (next resend)
+--   sent_ms (last message)  alone_ms (since when the worker that it names is not there)
 --   epoch nonce lease_worker lease_boot lease_until lease_ms lease_solo claimed_ms  crashes solo_crashes
 --   parent root template_time  frozen prompt_ids  pending (msgpack arrays of messages, one after another)
 --   next (number of the next event)  terminal (packed last entry)  sends (messages that the end or release asked for)
@@ -21,7 +22,7 @@ local OPEN = {queued = true, in_progress = true}
 local META = {
   'tenant', 'model', 'branch', 'scope', 'store', 'priority', 'ready_ms', 'created_s', 'deadline_ms', 'worker',
   'conversation', 'by_id', 'idempotency', 'stream_ttl_s', 'retention_s', 'state', 'started_ms', 'cancel', 'hidden',
-  'children', 'runnable', 'hot', 'delay_ms', 'sent_ms', 'epoch', 'nonce', 'lease_worker', 'lease_boot', 'lease_until', 'lease_ms',
+  'children', 'runnable', 'hot', 'delay_ms', 'sent_ms', 'alone_ms', 'epoch', 'nonce', 'lease_worker', 'lease_boot', 'lease_until', 'lease_ms',
   'lease_solo', 'claimed_ms', 'crashes', 'solo_crashes', 'parent', 'root', 'template_time', 'frozen', 'pending', 'next',
   'sends', 'end_epoch', 'end_nonce', 'release_epoch', 'release_nonce',
 }
@@ -76,6 +77,9 @@ local function rank(turn)
   if turn.deadline_ms ~= '0' then value = math.min(value, tonumber(turn.deadline_ms) - DEADLINE_SLACK_MS) end
   return value
 end
+
+-- Whether a worker is there that a turn of this model may name.
+local function is_serving(worker, model) return call('HGET', K.worker .. worker, 'model') == model end
 
 local function has_free_slot(worker)
   local seen = call('HMGET', K.worker .. worker, 'free', 'draining')

@@ -1,7 +1,7 @@
--- What no message, worker or client can lose. ARGV: most messages to return
+-- What no message, worker or client can lose. ARGV: most messages to return, wait for a worker that is named (ms)
 -- Keys: leased, deadlines, due, turn, queued/forced, tenants, workers, worker, model_queue, worker_queue
 -- Returns messages to send
-local now, limit, sends = now_ms(), tonumber(ARGV[1]), {}
+local now, limit, worker_wait_ms, sends = now_ms(), tonumber(ARGV[1]), tonumber(ARGV[2]), {}
 lose_expired_leases(now, limit, sends)
 for _, id in ipairs(call('ZRANGEBYSCORE', K.deadlines, '-inf', now, 'LIMIT', 0, limit)) do
   local turn = load(id)
@@ -47,12 +47,24 @@ local function has_room(turn)
   return room[queue] >= 0
 end
 
+-- A turn waits for the worker that it names while that may be starting again, not for ever.
+local function is_deserted(turn)
+  if turn.worker == '' or is_serving(turn.worker, turn.model) then
+    if turn.alone_ms ~= '' then set(turn, 'alone_ms', '') end
+    return false
+  end
+  if turn.alone_ms == '' then set(turn, 'alone_ms', int(now)) end
+  return now - tonumber(turn.alone_ms) >= worker_wait_ms
+end
+
 local due = call('ZRANGE', K.due, 0, limit - 1, 'WITHSCORES')
 for i = 1, #due, 2 do
   local id, is_due = due[i], tonumber(due[i + 1]) <= now
   local turn = load(id)
   if not turn or not OPEN[turn.state] or turn.nonce ~= '' then
     call('ZREM', K.due, id)
+  elseif is_deserted(turn) then
+    finish(turn, now, 'failed', ENDINGS.worker_gone, 1, sends)
   elseif is_due or is_overlooked(turn) then
     -- Only the first message goes to the hottest worker; a repeat goes to whoever is there.
     if has_room(turn) then sends[#sends + 1] = {id, turn.model, turn.worker} end
