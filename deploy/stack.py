@@ -17,6 +17,7 @@ from typing import IO
 import httpx
 import redis
 
+from deploy.compile_progress import CompileProgress
 from deploy.embedded import EmbeddedSpec, Role, child_spec, free_port, wait_answering
 from deploy.errors import BadOption, StackInUse
 from deploy.process import ChildSpec
@@ -187,12 +188,18 @@ class Stack:
 
     def _start_workers(self) -> None:
         for worker_id in self.worker_ids:
-            self._report(f"starting worker {worker_id}: loading the model, compiling kernels")
+            self._report(f"starting worker {worker_id}")
             argv = worker_command(worker_id)
             environment = {"KVALET_WORKER_ID": worker_id, "KVALET_DRAIN_GRACE_S": str(self.options.grace_s)}
             # The worker ends itself after its grace time; the kill is for one that hangs.
             self._supervisor.start(self._child(worker_id, argv, environment, self.options.grace_s + 10.0))
-        self._supervisor.wait_until(self.is_ready, self.options.ready_timeout_s, interval_s=0.2)
+        compiling = CompileProgress([self.log_of(worker_id) for worker_id in self.worker_ids], self._report)
+
+        def is_ready() -> bool:
+            compiling.tell()
+            return self.is_ready()
+
+        self._supervisor.wait_until(is_ready, self.options.ready_timeout_s, interval_s=0.2)
 
     def _child(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str], grace_s: float) -> ChildSpec:
         shared = {
