@@ -64,6 +64,15 @@ class GgufSource:
         dense = WeightStorage.F32 if exact else WeightStorage.BF16
         return WeightMatrix.from_f32(values if order is None else values[order], asked or dense)
 
+    def dense(self, name: str) -> NDArray[Any]:
+        """A matrix row by row: bf16 as u16 where it is stored so, else f32."""
+        if (tensor := self.file.tensors.get(name)) is None:
+            raise TensorMissing(name)
+        bf16 = tensor.type is QuantType.BF16
+        values = self.file.raw(name).view(np.uint16) if bf16 else self.file.tensor_f32(name)
+        order = self._row_order(name)
+        return values if order is None else values[order]
+
     def tensor_chunks(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         """(name, type, shape, bytes) of every tensor, by name."""
         return self.file.tensor_chunks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ class ModelSource(Protocol):
 
     def matrix(self, name: str, storage: WeightStorage | None) -> WeightMatrix:
         """A matrix in `storage`; None keeps what the file stores as exactly as a storage can."""
+        ...
+
+    def dense(self, name: str) -> NDArray[Any]:
+        """A matrix row by row: (num_rows, num_cols), bf16 as u16 where the file stores bf16, else f32."""
         ...
 
     def tensor_chunks(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:

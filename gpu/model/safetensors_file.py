@@ -69,6 +69,13 @@ class SafetensorsFile:
             flat = (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.array(flat, np.float32).reshape(entry.shape)
 
+    def tensor_bf16(self, name: str) -> NDArray[np.uint16] | None:
+        """A bf16 tensor's bits, shape as stored, a read-only view of the file; None for another type."""
+        entry = self.entry(name)
+        if entry.dtype != "BF16":
+            return None
+        return np.frombuffer(self._data, np.uint16, math.prod(entry.shape), entry.offset).reshape(entry.shape)
+
     def entry(self, name: str) -> SafetensorsEntry:
         """Place of a tensor. Raises TensorMissing."""
         try:

@@ -68,6 +68,12 @@ class SafetensorsSource:
         asked = storage if storage is not None and storage.is_dense else None
         return WeightMatrix.from_f32(owner.tensor_f32(stored), asked or exact)
 
+    def dense(self, name: str) -> NDArray[Any]:
+        """A matrix row by row: bf16 as u16 where it is stored so, else f32."""
+        owner, stored = self._owner(name), safetensors_name(name)
+        bits = owner.tensor_bf16(stored)
+        return owner.tensor_f32(stored) if bits is None else bits
+
     def tensor_chunks(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         """(name, type, shape, bytes) of every tensor, by file, then by name."""
         for shard in self._shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+from safetensors.numpy import load_file
 
 from gpu.errors import ModelFileError, UnsupportedModel
 from gpu.model.config import RopeScaling, RopeScalingKind
@@ -68,6 +70,45 @@ def test_default_storage_keeps_the_files_values_exactly(
     matrix = source.matrix("blk.0.ffn_up.weight", None)
     assert matrix.storage is storage
     assert np.array_equal(matrix.to_f32(), quants.dequantize(quants.quantize(values, kind), kind))
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q4_0])
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "blk.0.ffn_up.weight"])
+def test_dense_rows_of_a_gguf_are_the_matrix(tmp_path: Path, kind: GGMLQuantizationType, name: str) -> None:
+    source = open_source(write_gguf(tmp_path / "m.gguf", CONFIG, TENSORS, matrix_type=kind))
+    assert np.array_equal(widened(source.dense(name)), source.matrix(name, WeightStorage.F32).to_f32())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dense_rows_of_safetensors_are_the_matrix(tmp_path: Path, dtype: str) -> None:
+    source = open_source(write_safetensors(tmp_path / "m", CONFIG, TENSORS, dtype))
+    assert np.array_equal(source.dense("blk.0.ffn_up.weight"), TENSORS["blk.0.ffn_up.weight"])
+
+
+def test_dense_rows_of_bf16_safetensors_are_the_stored_bits(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m", CONFIG, TENSORS) / "model.safetensors"
+    stored = load_file(path)
+    bits = {
+        name: (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for name, values in stored.items()
+    }
+    header = {
+        name: {"dtype": "BF16", "shape": list(values.shape), "data_offsets": list(offsets)}
+        for (name, values), offsets in zip(bits.items(), offsets_of(bits), strict=True)
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(values.tobytes() for values in bits.values()))
+    values = open_source(path.parent).dense("blk.0.ffn_up.weight")
+    assert values.dtype == np.uint16
+    assert np.array_equal(widened(values), TENSORS["blk.0.ffn_up.weight"])
+
+
+def widened(values: np.ndarray) -> np.ndarray:
+    return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == np.uint16 else values
+
+
+def offsets_of(bits: dict[str, np.ndarray]) -> list[tuple[int, int]]:
+    ends = np.cumsum([values.nbytes for values in bits.values()]).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
