@@ -241,6 +241,7 @@ class KVCache:
     def fill(self, filled: FillPage, digest: bytes, *, own_numerics: bool = True) -> SealedPage:
         """Publish a received and verified page; drops its fill hold. The only way in for restored cells.
 
+        Its way to the device begins at once where a slot is free; until then, or else, it is read from the mirror.
         A page whose digest is known is freed and the known one returned. Raises UnfilledPage if a cell holds poison:
         the page stays a fill, to be abandoned. Attach the result before anything else may evict it.
         """
@@ -252,6 +253,7 @@ class KVCache:
         known = memory.pool.lookup(digest)
         if known is None:
             memory.publish(page, digest, own_numerics)
+            memory.residency.promote(page, memory.mirror.array, memory.pool)
         else:
             memory.compare_known(page, known, own_numerics)
         memory.pool.release(page, HoldKind.FILL)

@@ -20,13 +20,13 @@ class CellRange:
 
 
 class DeviceMemory(Protocol):
-    """Memory that kernels read fast. Slot i holds a page copy at byte i * page_bytes of the arena.
+    """Memory that kernels read fast. Slot i holds a page copy at byte i * page_bytes of its arena.
 
-    num_slots: 0 where the mirror page is itself the resident copy (`cpu`). arena: what kernels get as `device`.
+    num_slots: 0 where the mirror page is itself the resident copy (`cpu`). What `poison` and `copy_in` do is done
+    before the next launched step reads the slot, in the order of the calls.
     """
 
     num_slots: int
-    arena: NDArray[np.uint8]
 
     def poison(self, slot: int) -> None:
         """Poison a whole slot before its page is handed out."""
@@ -50,7 +50,7 @@ class DeviceMemory(Protocol):
 
 
 class UnifiedMemory:
-    """No device copy: kernels work on the mirror itself."""
+    """No device copy: kernels work on the mirror itself. arena: what they get as `device`."""
 
     num_slots = 0
 

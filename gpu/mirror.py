@@ -1,4 +1,4 @@
-"""The mirror arena: host memory that holds every page. The CUDA backend pins it; nothing else about it differs."""
+"""The mirror arena: host memory that holds every page. For the CUDA backend it is pinned; nothing else differs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpu.errors import LayoutError
 
 
 class MirrorArena:
-    """One page-aligned range of anonymous memory of explicit size.
+    """One page-aligned range of memory of explicit size.
 
-    array: (num_bytes,) u8, writable; kernels and socket reads address it by byte offset.
+    region: writable bytes. array: the same, (num_bytes,) u8; kernels and socket reads address it by byte offset.
     """
 
-    def __init__(self, region: mmap.mmap) -> None:
+    def __init__(self, region: mmap.mmap | memoryview) -> None:
         self._region = region
         self.array: NDArray[np.uint8] = np.frombuffer(region, dtype=np.uint8)
 

@@ -93,8 +93,18 @@ class Residency:
                     return
                 slot = self._free_slots.pop()
                 self._place(index, slot)
-            self._device.copy_in(slot, mirror[index * self._page_bytes : (index + 1) * self._page_bytes])
-            self.num_promotions += 1
+            self._copy_in(index, slot, mirror)
+
+    def promote(self, page: Page, mirror: NDArray[np.uint8], pool: PagePool) -> None:
+        """Give a sealed page a device copy if that costs no other page its own."""
+        if not self.enabled or self.device_offset[page.index] >= 0:
+            return
+        with pool.lock:
+            if not self._free_slots or self._num_sealed_resident() >= self._max_sealed:
+                return
+            slot = self._free_slots.pop()
+            self._place(page.index, slot)
+        self._copy_in(page.index, slot, mirror)
 
     def check_readable(self, indices: NDArray[np.int64]) -> None:
         """Raise UnprovenAppend if a step would read a page from the mirror that is not sealed."""
@@ -110,6 +120,10 @@ class Residency:
             for _ in range(self._num_sealed_resident() - self._max_sealed):
                 if not self._evict_one(self._evictable(pool)):
                     return
+
+    def _copy_in(self, index: int, slot: int, mirror: NDArray[np.uint8]) -> None:
+        self._device.copy_in(slot, mirror[index * self._page_bytes : (index + 1) * self._page_bytes])
+        self.num_promotions += 1
 
     def _make_room(self, pool: PagePool) -> bool:
         idle = self._evictable(pool) & (pool.holds[HoldKind.SEQUENCE] == 0)

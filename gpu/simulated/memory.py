@@ -13,7 +13,7 @@ from gpu.proof import Poison, equal_cells, page_parts
 
 
 class SimulatedMemory:
-    """Implements `gpu.device_memory.DeviceMemory`.
+    """Implements `gpu.device_memory.DeviceMemory`. arena: (num_slots * page_bytes,) u8, what kernels get as `device`.
 
     Kernels store a step's mirror cells into `in_flight`, an array as large as the mirror with the same offsets. Until
     the event the mirror shows what it held before; an address that was never stored lands as it was.

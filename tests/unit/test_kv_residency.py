@@ -8,7 +8,7 @@ from gpu.cache import HoldKind, Sequence
 from gpu.errors import CapacityError, MirrorDivergence, UnprovenAppend
 from gpu.plan import StepPlan
 from gpu.proof import Poison
-from tests.kv_lab import FORMATS, Lab, chain, make_lab
+from tests.kv_lab import FORMATS, Lab, chain, make_lab, park
 
 TOKENS = tuple(range(1, 101))
 
@@ -128,3 +128,16 @@ def test_kv_attest_of_a_changed_device_byte_raises_mirror_divergence(num_cells: 
     lab.cache.memory.device.arena[lab.layout.page_bytes * (num_cells // 17) + 3] ^= 1
     with pytest.raises(MirrorDivergence):
         lab.cache.attest(sequence)
+
+
+@pytest.mark.parametrize(("resident_cells", "resident"), [(None, [0, 1]), (16, [0]), (0, [])])
+def test_kv_residency_restored_pages_get_device_copies_while_slots_last(
+    resident_cells: int | None, resident: list[int]
+) -> None:
+    origin = make_lab("k8v4")
+    stored = park(origin, filled(origin, 32), TOKENS[:32])
+    lab = make_lab("k8v4", resident_cells=resident_cells)
+    sequence = lab.cache.open()
+    lab.cache.attach(sequence, lab.restore(stored, list(stored)))
+    assert resident_depths(lab, sequence) == resident
+    assert lab.cache.attest(sequence) == len(resident)
