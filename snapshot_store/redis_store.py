@@ -32,6 +32,13 @@ class RedisPageStore:
         self._pool = WirePool(settings)
         self._timeout_s = settings.operation_timeout_s
 
+    def open_connections(self) -> None:
+        """Make all connections now, so that no later coincidence of callers makes one.
+
+        Raises StoreUnreachable, StoreRefused (authentication), WireDesync; then they are made when needed.
+        """
+        self._pool.open_connections(Deadline(self._timeout_s))
+
     def put(self, key: str, header: bytes, body: memoryview, ttl_s: int) -> PutOutcome:
         """See PageStore."""
         (ttl,) = check_ttls([key], ttl_s)
@@ -51,16 +58,19 @@ class RedisPageStore:
         return PutOutcome(PutStatus.STORED if stored else PutStatus.PRESENT)
 
     def fetch(
-        self, requests: Sequence[FetchRequest], is_quarantined: IsQuarantined = nobody_quarantined
+        self,
+        requests: Sequence[FetchRequest],
+        is_quarantined: IsQuarantined = nobody_quarantined,
+        deadline: Deadline | None = None,
     ) -> Generator[FetchOutcome, None, None]:
         """See PageStore."""
         check_requests(requests)
-        return ReadAhead(self._pool, requests, is_quarantined).outcomes()
+        return ReadAhead(self._pool, requests, is_quarantined, deadline).outcomes()
 
-    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int]) -> list[bool]:
+    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int], deadline: Deadline | None = None) -> list[bool]:
         """See PageStore."""
         ttls = check_ttls(keys, ttl_s)
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(self._timeout_s) if deadline is None else deadline.within(self._timeout_s)
         present: list[bool] = []
         try:
             with self._pool.lease(Priority.LOOKUP, deadline) as connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -82,6 +82,12 @@ class WirePool:
         finally:
             self._give_back(priority, connection)
 
+    def open_connections(self, deadline: Deadline) -> None:
+        """Make every connection that is allowed. Raises StoreUnreachable, StoreRefused (authentication), WireDesync."""
+        with ExitStack() as leases:
+            for _ in range(self.settings.max_connections):
+                leases.enter_context(self.lease(Priority.LOOKUP, deadline))
+
     def close(self) -> None:
         """Close idle connections and refuse new leases; leased ones are closed when they come back."""
         with self._changed:
@@ -120,8 +126,10 @@ class WirePool:
             connection.close()
 
     def _connect(self, deadline: Deadline) -> WireConnection:
+        limit_s = min(self.settings.connect_timeout_s, deadline.remaining())
+        limits = {"socket_timeout": limit_s, "socket_connect_timeout": limit_s}
         try:
-            connection = self._factory.connection_class(**self._factory.connection_kwargs)
+            connection = self._factory.connection_class(**{**self._factory.connection_kwargs, **limits})
         except (redis.RedisError, OSError) as error:
             raise StoreUnreachable(f"connect: {error}") from error
         return WireConnection(connection, deadline)

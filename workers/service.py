@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import redis
 
+from snapshot_store.errors import StoreError
 from snapshot_store.published import publish_fingerprint
 from snapshot_store.redis_store import RedisPageStore
 from snapshot_store.salts import tenant_salt
@@ -92,6 +93,10 @@ class WorkerService:
     def start(cls, settings: WorkerSettings) -> WorkerService:
         """Load the model, join the fleet and return a worker that takes turns. Raises WorkerStartError and GpuError."""
         store = RedisPageStore(WireSettings(settings.pages_url, restore_connections=settings.wire_connections))
+        try:
+            store.open_connections()
+        except StoreError as error:
+            _log.warning("the page store is away, its connections are opened when it is back: %s", error)
         service = cls(settings, load_runtime(settings), store, _end_process)
         service.join()
         return service

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -370,6 +371,32 @@ def test_pool_never_holds_more_connections_than_allowed(start_server: Callable[.
     for reader in readers:
         reader.join(20)
     assert most <= 3
+    store.close()
+
+
+def test_store_with_open_connections_makes_none_later(start_server: Callable[..., ValkeyServer]) -> None:
+    server = start_server("pages")
+    store = RedisPageStore(WireSettings(server.url, max_connections=4, restore_connections=2))
+    store.open_connections()
+
+    def connections() -> set[str]:
+        with server.client() as client:
+            return {entry["id"] for entry in client.client_list() if entry["name"] == "kvalet-pages"}
+
+    opened = connections()
+    assert len(opened) == 4
+    pages = make_pages(list(range(16 * 8)))
+    for page in pages:
+        page.put(store)
+    assert sum(isinstance(o, PagePresent) for o in store.fetch([p.request(bytearray(PAGE_BYTES)) for p in pages])) == 8
+    assert connections() == opened
+    store.close()
+
+
+def test_store_on_a_server_that_is_away_opens_nothing_and_says_so(tmp_path: Path) -> None:
+    store = RedisPageStore(WireSettings(f"unix://{tmp_path / 'away.sock'}"))
+    with pytest.raises(StoreUnreachable, match="connect"):
+        store.open_connections()
     store.close()
 
 
