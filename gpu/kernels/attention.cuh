@@ -173,21 +173,7 @@ DEVICE float fold_value(float total, float part, FoldStep step) {
     return fmaf(part, step.take, __fmul_rn(total, step.keep));
 }
 
-// ---- where planes lie -------------------------------------------------------------------------------------------------
-// Offsets inside one layer of a page; the layer begins at layer * LAYER_BYTES. Mirrors gpu/layout.py.
-template <int K_FORMAT, int V_FORMAT, int HEAD_DIM_, int NUM_KV_HEADS_, int PAGE_SIZE_>
-struct LayerOffsets {
-    static_assert(PAGE_SIZE_ % 16 == 0 && PAGE_SIZE_ > 0 && PAGE_SIZE_ <= 128, "pages hold 16, 32, ... 128 cells");
-    using K = PlaneShape<K_FORMAT, HEAD_DIM_>;
-    using V = PlaneShape<V_FORMAT, HEAD_DIM_>;
-    static constexpr int CELLS = NUM_KV_HEADS_ * PAGE_SIZE_;
-    static constexpr int K_CODES = 0;
-    static constexpr int K_SCALES = K_CODES + CELLS * K::CODE_BYTES;
-    static constexpr int V_CODES = K_SCALES + CELLS * K::SCALE_BYTES;
-    static constexpr int V_SCALES = V_CODES + CELLS * V::CODE_BYTES;
-    static constexpr int LAYER_BYTES = V_SCALES + CELLS * V::SCALE_BYTES;
-};
-
+// ---- tables --------------------------------------------------------------------------------------------------------
 // A row of the `tiles` table: rows of one sequence that attention takes together. rows 0: padding.
 // Row r is at position first_position + r, is row first_row + r of the step and attends the cells 0 .. its position.
 struct AttentionTile {

@@ -36,3 +36,17 @@ struct PlaneShape : PlaneTraits<FORMAT> {
     static constexpr int SCALE_BYTES = Traits::GROUP ? 2 * HEAD_DIM_ / (Traits::GROUP ? Traits::GROUP : 1) : 0;
     static_assert(HEAD_DIM_ == 64 || HEAD_DIM_ == 128, "head_dim is 64 or 128");
 };
+
+// Offsets inside one layer of a page; layers follow each other. Mirrors gpu/layout.py.
+template <int K_FORMAT_, int V_FORMAT_, int HEAD_DIM_, int NUM_KV_HEADS_, int PAGE_SIZE_>
+struct LayerOffsets {
+    static_assert(PAGE_SIZE_ % 16 == 0 && PAGE_SIZE_ > 0 && PAGE_SIZE_ <= 128, "pages hold 16, 32, ... 128 cells");
+    using K = PlaneShape<K_FORMAT_, HEAD_DIM_>;
+    using V = PlaneShape<V_FORMAT_, HEAD_DIM_>;
+    static constexpr int CELLS = NUM_KV_HEADS_ * PAGE_SIZE_;
+    static constexpr int K_CODES = 0;
+    static constexpr int K_SCALES = K_CODES + CELLS * K::CODE_BYTES;
+    static constexpr int V_CODES = K_SCALES + CELLS * K::SCALE_BYTES;
+    static constexpr int V_SCALES = V_CODES + CELLS * V::CODE_BYTES;
+    static constexpr int LAYER_BYTES = V_SCALES + CELLS * V::SCALE_BYTES;
+};

@@ -13,7 +13,7 @@ DEVICE u32 stored_half(float x) {
     return bits & 0x7fff ? bits : 0;
 }
 
-// The value nearest to zero decides nothing, so a group's zero has either sign.
+// The largest value of LANES neighbouring lanes.
 template <int LANES>
 DEVICE u32 group_max(u32 value) {
 #pragma unroll
@@ -77,7 +77,7 @@ struct PlaneEncoder<PLANE_Q4> {
             key = max(key, (bits << 1) | ((bits >> 31) ^ 1));
         }
         key = group_max<PlaneTraits<PLANE_Q4>::GROUP / VALUES>(key);
-        const float largest = __uint_as_float((key >> 1) | ((key & 1 ^ 1) << 31));
+        const float largest = __uint_as_float((key >> 1) | (~key << 31));
         LaneCodes lane{0, stored_half(__fdiv_rn(largest, -8.0f))};
         const float scale = half_to_float((u16)lane.scale);
         u32 codes = 0;

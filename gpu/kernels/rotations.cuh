@@ -3,6 +3,15 @@
 #pragma once
 #include "primitives.cuh"
 
+DEVICE void load_values(float (&x)[2], const float* source) {
+    const float2 v = *(const float2*)source;
+    x[0] = v.x, x[1] = v.y;
+}
+DEVICE void load_values(float (&x)[4], const float* source) {
+    const float4 v = *(const float4*)source;
+    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+
 template <int VALUES>
 struct HeadScale {
     // f32(1 / sqrt(head_dim)), and the factor of queries f32(log2(e) / sqrt(head_dim)).
@@ -38,11 +47,12 @@ DEVICE void rotate_hadamard(float (&x)[VALUES]) {
     for (int i = 0; i < VALUES; i++) x[i] = __fmul_rn(x[i], HeadScale<VALUES>::HADAMARD);
 }
 
-// RoPE, pairs (i, i + ROPE_DIM / 2); values from ROPE_DIM on stay. One lane's factors:
-template <int VALUES, int ROPE_DIM>
+// RoPE, pairs (i, i + ROPE_DIM / 2); values from ROPE_DIM_ on stay. One lane's factors:
+template <int VALUES, int ROPE_DIM_>
 struct RopeFactors {
-    static constexpr int HALF = ROPE_DIM / 2, HALF_LANES = HALF / VALUES;
-    static_assert(ROPE_DIM > 0 && ROPE_DIM <= 32 * VALUES && HALF % VALUES == 0, "rope_dim is a multiple of 2 VALUES");
+    static constexpr int HALF = ROPE_DIM_ / 2, HALF_LANES = HALF / VALUES;
+    static_assert(ROPE_DIM_ > 0 && ROPE_DIM_ <= 32 * VALUES, "rope_dim is at most head_dim");
+    static_assert(HALF % VALUES == 0, "rope_dim is a multiple of head_dim / 16");
     float cosine[VALUES], sine[VALUES];
 
     // cosines, sines: [position][HALF] f32.
