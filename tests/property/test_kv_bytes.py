@@ -18,39 +18,16 @@ from gpu.kv_kernels import KVKernels, RowTable
 from gpu.plan import RowKind, StepPlan
 from gpu.reference.codecs import decode, encode
 from tests.kv_lab import FORMATS, GREEDY, PlanEntry, chain, kernels_of, layout_of, make_lab, park, rope_table
-
-MAX_F32 = float(np.finfo(np.float32).max)
-EDGES = (
-    [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754942e-38, MAX_F32, -MAX_F32, 65504.0, -65504.0, 65519.99, 65520.0]
-    + [2.0**-24, 2.0**-25, -(2.0**-25), 2.0**-25 * (1 + 2**-20), 2.0**-14, 1 + 2.0**-11, 1 + 3 * 2.0**-11, -1.0, 127.0]
-    + [k / 2 for k in range(-9, 10)]
-)
+from tests.kv_vectors import KINDS, hard_vectors
 
 
 @st.composite
 def vectors(draw: st.DrawFn, rows: int = 3, heads: int = 2, dim: int = 64) -> NDArray[np.float32]:
-    """f32 vectors: edge values, any finite floats, equal magnitudes (ties), zero groups, and codes' rounding edges."""
-    kind = draw(st.sampled_from(["edges", "floats", "ties", "zero_groups", "rounding"]))
-    count = rows * heads * dim
-    seed = draw(st.integers(0, 2**32 - 1))
-    random = np.random.default_rng(seed)
-    if kind == "edges":
-        values = random.choice(np.array(EDGES), count)
-    elif kind == "floats":
-        bits = random.integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32)
-        values = np.nan_to_num(bits.view(np.float32), nan=1.0, posinf=MAX_F32, neginf=-MAX_F32)
-    elif kind == "ties":
-        values = random.choice(np.array([-1.0, 1.0]), count) * draw(st.floats(2**-30, 2.0**100, width=32))
-    elif kind == "zero_groups":
-        values = random.standard_normal(count)
-        values.reshape(-1, 32)[random.random(count // 32) < 0.5] = draw(st.sampled_from([0.0, -0.0, 1e-45, 1e-12]))
-    else:
-        scale = draw(st.floats(2**-10, 2.0**10, width=32))
-        values = (random.integers(-254, 255, count) / 2) * scale
-        values = np.nextafter(values.astype(np.float32), random.choice(np.array([-np.inf, np.inf]), count))
-        values[::64] = 127 * scale
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(values.astype(np.float32).reshape(rows, heads, dim))
+    """f32 vectors of every kind of `tests.kv_vectors`."""
+    kind = draw(st.sampled_from(KINDS))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    limits = (2**-30, 2.0**100) if kind == "ties" else (2**-10, 2.0**10)
+    return hard_vectors(kind, random, (rows, heads, dim), draw(st.floats(*limits, width=32)))
 
 
 def store(
