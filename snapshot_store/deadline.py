@@ -16,6 +16,15 @@ class Deadline:
         self.seconds = seconds
         self._at = time.monotonic() + seconds
 
+    def within(self, seconds: float) -> Deadline:
+        """This deadline, or one in `seconds` if that is earlier."""
+        return self if self._at <= time.monotonic() + seconds else Deadline(seconds)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether nothing can be waited for any more."""
+        return self._at <= time.monotonic()
+
     def remaining(self) -> float:
         """Seconds left, more than zero. Raises StoreUnreachable when it has passed."""
         left = self._at - time.monotonic()

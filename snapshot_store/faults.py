@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from snapshot_store.deadline import Deadline
 from snapshot_store.errors import StoreUnreachable
 from snapshot_store.record import check_field_of
 from snapshot_store.store import (
@@ -103,16 +104,19 @@ class FaultyPageStore:
         return outcome
 
     def fetch(
-        self, requests: Sequence[FetchRequest], is_quarantined: IsQuarantined = nobody_quarantined
+        self,
+        requests: Sequence[FetchRequest],
+        is_quarantined: IsQuarantined = nobody_quarantined,
+        deadline: Deadline | None = None,
     ) -> Generator[FetchOutcome, None, None]:
         """See PageStore."""
-        inner = self._inner.fetch(requests, is_quarantined)
+        inner = self._inner.fetch(requests, is_quarantined, deadline)
         return self._faulty_outcomes(inner)
 
-    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int]) -> list[bool]:
+    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int], deadline: Deadline | None = None) -> list[bool]:
         """See PageStore."""
         self._check_reachable(keys)
-        return self._inner.touch(keys, ttl_s)
+        return self._inner.touch(keys, ttl_s, deadline)
 
     def delete_if(self, key: str, check: bytes) -> bool:
         """See PageStore."""

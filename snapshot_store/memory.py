@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from snapshot_store.errors import DamagedRecord
+from snapshot_store.deadline import Deadline
+from snapshot_store.errors import DamagedRecord, StoreUnreachable
 from snapshot_store.page_read import check_header
 from snapshot_store.record import check_body, check_field_of, header_length
 from snapshot_store.store import (
@@ -17,12 +18,15 @@ from snapshot_store.store import (
     PageDamaged,
     PageMissing,
     PagePresent,
+    PageUnreachable,
     PutOutcome,
     PutStatus,
     check_requests,
     check_ttls,
     nobody_quarantined,
 )
+
+_LATE = "the deadline has passed"
 
 
 @dataclass(slots=True)
@@ -55,15 +59,25 @@ class MemoryPageStore:
         return PutOutcome(PutStatus.STORED)
 
     def fetch(
-        self, requests: Sequence[FetchRequest], is_quarantined: IsQuarantined = nobody_quarantined
+        self,
+        requests: Sequence[FetchRequest],
+        is_quarantined: IsQuarantined = nobody_quarantined,
+        deadline: Deadline | None = None,
     ) -> Generator[FetchOutcome, None, None]:
         """See PageStore."""
         check_requests(requests)
-        return (self._read(request, is_quarantined) for request in requests)
+        return (
+            PageUnreachable(request.key, _LATE)
+            if deadline is not None and deadline.has_passed
+            else self._read(request, is_quarantined)
+            for request in requests
+        )
 
-    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int]) -> list[bool]:
+    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int], deadline: Deadline | None = None) -> list[bool]:
         """See PageStore."""
         ttls = check_ttls(keys, ttl_s)
+        if deadline is not None and deadline.has_passed:
+            raise StoreUnreachable(_LATE)
         with self._lock:
             self._drop_expired()
             now = self._clock()

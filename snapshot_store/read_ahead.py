@@ -14,12 +14,22 @@ from snapshot_store.wire_pool import Priority, WirePool
 
 
 class ReadAhead:
-    """One fetch: each thread leases a connection for one page at a time, in request order."""
+    """One fetch: each thread leases a connection for one page at a time, in request order.
 
-    def __init__(self, pool: WirePool, requests: Sequence[FetchRequest], is_quarantined: IsQuarantined) -> None:
+    deadline: for all pages together; each page also has the pool's operation timeout.
+    """
+
+    def __init__(
+        self,
+        pool: WirePool,
+        requests: Sequence[FetchRequest],
+        is_quarantined: IsQuarantined,
+        deadline: Deadline | None = None,
+    ) -> None:
         self._pool = pool
         self._requests = requests
         self._is_quarantined = is_quarantined
+        self._deadline = deadline
         self._changed = threading.Condition()
         self._outcomes: list[FetchOutcome | Exception | None] = [None] * len(requests)
         self._next = 0
@@ -62,7 +72,8 @@ class ReadAhead:
             return error
 
     def _read(self, request: FetchRequest) -> FetchOutcome:
-        deadline = Deadline(self._pool.settings.operation_timeout_s)
+        limit_s = self._pool.settings.operation_timeout_s
+        deadline = Deadline(limit_s) if self._deadline is None else self._deadline.within(limit_s)
         try:
             with self._pool.lease(Priority.RESTORE, deadline) as connection:
                 self._enter(connection)
@@ -87,7 +98,10 @@ class ReadAhead:
     def _wait_for(self, index: int) -> FetchOutcome:
         with self._changed:
             while (outcome := self._outcomes[index]) is None:
-                self._changed.wait()
+                try:
+                    self._changed.wait(None if self._deadline is None else self._deadline.remaining())
+                except StoreUnreachable as error:
+                    return PageUnreachable(self._requests[index].key, str(error))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from snapshot_store.deadline import Deadline
 from snapshot_store.errors import BadPage, DamagedRecord
 from snapshot_store.expected_page import ExpectedPage
 from snapshot_store.record import PageHeader
@@ -103,19 +104,25 @@ class PageStore(Protocol):
         ...
 
     def fetch(
-        self, requests: Sequence[FetchRequest], is_quarantined: IsQuarantined = nobody_quarantined
+        self,
+        requests: Sequence[FetchRequest],
+        is_quarantined: IsQuarantined = nobody_quarantined,
+        deadline: Deadline | None = None,
     ) -> Generator[FetchOutcome, None, None]:
         """Yield one outcome per request, in order, pages read ahead on several connections.
 
-        Close the generator (contextlib.closing) to stop what is under way; once it is closed or exhausted no buffer is
-        written any more. An exception of `is_quarantined` is raised where that page's outcome is due.
+        deadline: for all pages together; a page that is not there by then is unreachable. Each page also has the
+        store's own limit. Close the generator (contextlib.closing) to stop what is under way; once it is closed or
+        exhausted no buffer is written any more. An exception of `is_quarantined` is raised where that page's outcome
+        is due.
         """
         ...
 
-    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int]) -> list[bool]:
+    def touch(self, keys: Sequence[str], ttl_s: int | Sequence[int], deadline: Deadline | None = None) -> list[bool]:
         """Tell which keys are present and make each live at least `ttl_s` seconds more, in one round trip.
 
-        ttl_s: one for all keys or one for each; it never shortens a life. Raises StoreUnreachable.
+        ttl_s: one for all keys or one for each; it never shortens a life. deadline: earlier than the store's own.
+        Raises StoreUnreachable.
         """
         ...
 

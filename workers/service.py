@@ -76,8 +76,9 @@ class WorkerService:
         )
         self.presence = FleetPresence(self, on_fatal)
         self.restorer = Restorer(
-            self.engine, store, self.identity, settings.restore, self._ttl_s, self.presence.is_quarantined
-        )
+            self.engine, store, self.identity, settings.restore, self._ttl_s, self.presence.is_quarantined,
+            runtime.warm_up_rows_per_s,
+        )  # fmt: skip
         self.bookkeeping = Bookkeeping(
             self.engine, store, self.parking, self.identity, self.control.client, self._ttl_s
         )
@@ -129,9 +130,10 @@ class WorkerService:
                 return
             self._num_entered += 1
         try:
-            self.presence.nudge()
             self.runner.run(turn_id)
         finally:
+            # Only now: a beat at the start would delay the turn's first token, and claim itself counts the slot.
+            self.presence.nudge()
             with self._entry_lock:
                 self._num_entered -= 1
 

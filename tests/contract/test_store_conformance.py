@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from snapshot_store.deadline import Deadline
 from snapshot_store.errors import (
     BadMagic,
     BadPage,
@@ -19,6 +20,7 @@ from snapshot_store.errors import (
     LayoutMismatch,
     OversizedRecord,
     SegmentMismatch,
+    StoreUnreachable,
     TruncatedRecord,
 )
 from snapshot_store.expected_page import ExpectedPage
@@ -33,6 +35,7 @@ from snapshot_store.store import (
     PageMissing,
     PagePresent,
     PageStore,
+    PageUnreachable,
     PutStatus,
 )
 from snapshot_store.wire_pool import WireSettings
@@ -108,6 +111,17 @@ def _damage(store: PageStore, page: Page, record: bytes) -> DamagedRecord:
     assert isinstance(outcome, PageDamaged), outcome
     assert outcome.check == check_field_of(record)
     return outcome.error
+
+
+def test_nothing_is_waited_for_when_the_deadline_has_passed(store: PageStore) -> None:
+    (page,) = make_pages(TOKENS[:16])
+    page.put(store)
+    over = Deadline(0.0)
+    (outcome,) = store.fetch([page.request(bytearray(PAGE_BYTES))], deadline=over)
+    assert isinstance(outcome, PageUnreachable)
+    with pytest.raises(StoreUnreachable):
+        store.touch([page.key], 60, over)
+    assert store.touch([page.key], 60, Deadline(5.0)) == [True]
 
 
 def test_fetch_stored_pages_returns_their_bytes_in_order(store: PageStore) -> None:

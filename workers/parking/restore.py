@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from gpu.cache import FillPage, SealedPage
 from gpu.errors import UnfilledPage
+from snapshot_store.deadline import Deadline
 from snapshot_store.errors import StoreError
-from snapshot_store.store import FetchOutcome, FetchRequest, PageDamaged, PageMissing, PagePresent, PageStore
+from snapshot_store.store import FetchRequest, PageDamaged, PageMissing, PagePresent, PageStore, PageUnreachable
 from snapshot_store.ttl import ttls_for_pages
 from workers.engine.engine import Engine
 from workers.engine.running import Phase, RunningTurn
@@ -22,11 +23,16 @@ from workers.parking.turn_pages import TurnPages
 _log = logging.getLogger(__name__)
 _INFLIGHT_WAIT_S = 30.0
 _RATE_LIFE_S = 60.0
+_SHORTEST_LIMIT_S = 0.25
+_LOOKUP_S = 2.0
 
 
 @dataclass(slots=True)
 class Resolution:
-    """What a turn reuses. reasons: why pages that earlier turns had sealed are recomputed, with their number."""
+    """What a turn reuses. reasons: why pages that earlier turns had sealed are recomputed, with their number.
+
+    restore_s: time spent on the store, also when nothing came of it.
+    """
 
     mirror_pages: int = 0
     store_pages: int = 0
@@ -44,11 +50,13 @@ class Resolution:
 class Rates:
     """Measured speeds, moving averages; 0 = not measured yet.
 
-    The store's is forgotten after a minute without a restore: a slow one must not end all later ones.
+    warm_up_tokens_per_s: what a few rows reached at the start, a lower bound of the prefill rate. The store's rate is
+    forgotten after a minute without a restore: a slow one must not end all later ones.
     """
 
     store_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    warm_up_tokens_per_s: float = 0.0
     _store_measured_at: float = 0.0
 
     def observe_store(self, num_bytes: int, seconds: float) -> None:
@@ -62,13 +70,21 @@ class Rates:
         if now - self._store_measured_at > _RATE_LIFE_S:
             self.store_bytes_per_s = 0.0
 
+    def compute_s(self, num_tokens: int) -> float | None:
+        """Seconds that computing a prompt takes, rather too many than too few; None while that is unknown."""
+        rate = self.prefill_tokens_per_s or self.warm_up_tokens_per_s
+        return num_tokens / rate if rate else None
+
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Account the computation of a prompt."""
         self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, num_tokens / max(seconds, 1e-6))
 
 
 class Restorer:
-    """Resolves prefixes on the turns' own threads. `mode`: always, never, or auto (skip what recomputing beats)."""
+    """Resolves prefixes on the turns' own threads.
+
+    `mode`: always, never, or auto (skip what recomputing beats, and give up when it would have been done by now).
+    """
 
     def __init__(
         self,
@@ -78,6 +94,7 @@ class Restorer:
         mode: str,
         ttl_s: Callable[[TurnPages], int],
         is_quarantined: Callable[[bytes], bool],
+        warm_up_tokens_per_s: float,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -85,7 +102,7 @@ class Restorer:
         self._mode = mode
         self._ttl_s = ttl_s
         self._is_quarantined = is_quarantined
-        self.rates = Rates()
+        self.rates = Rates(warm_up_tokens_per_s=warm_up_tokens_per_s)
         self._inflight: dict[bytes, threading.Event] = {}
         self._lock = threading.Lock()
 
@@ -99,29 +116,41 @@ class Restorer:
         result = Resolution()
         num_usable = min(len(pages.digests), (len(token_ids) - 1) // pages.chain.page_size)
         result.mirror_pages = self._attach_local(running, pages, 0, num_usable)
+        deadline = self._deadline(num_usable - result.num_pages, pages)
         begun = time.monotonic()
         while result.num_pages < num_usable and self._mode != "never":
             wait_for = self._claim_fetch(pages, result.num_pages)
             if wait_for is not None:
-                wait_for.wait(_INFLIGHT_WAIT_S)
+                is_over = wait_for.wait(_time_left(deadline, _INFLIGHT_WAIT_S))
                 attached = self._attach_local(running, pages, result.num_pages, num_usable)
                 result.mirror_pages += attached
                 if attached:
                     continue
+                if not is_over:
+                    result.reasons["late"] += num_usable - result.num_pages
                 break
             try:
-                self._fetch(running, pages, token_ids, num_usable, result)
+                self._fetch(running, pages, token_ids, num_usable, result, deadline)
             finally:
                 self._release_fetch(pages, result)
             break
-        result.restore_s = time.monotonic() - begun if result.store_pages else 0.0
+        result.restore_s = time.monotonic() - begun
         missing = min(num_expected, num_usable) - result.num_pages
         if missing > 0 and not result.reasons:
             result.reasons["never" if self._mode == "never" else "missing"] += missing
         return result
 
+    def _deadline(self, num_pages: int, pages: TurnPages) -> Deadline | None:
+        """When to compute the pages instead: after as long as that takes; None for a restore that is always done."""
+        compute_s = self.rates.compute_s(num_pages * pages.chain.page_size)
+        if self._mode == "always" or compute_s is None:
+            return None
+        return Deadline(max(_SHORTEST_LIMIT_S, compute_s))
+
     def _attach_local(self, running: RunningTurn, pages: TurnPages, first: int, end: int) -> int:
         """Attach pages that lie in this worker's mirror; returns how many."""
+        if first >= end:
+            return 0
 
         def attach() -> int:
             cache = self._engine.cache
@@ -155,17 +184,23 @@ class Restorer:
             event.set()
 
     def _fetch(
-        self, running: RunningTurn, pages: TurnPages, token_ids: Sequence[int], end: int, result: Resolution
+        self,
+        running: RunningTurn,
+        pages: TurnPages,
+        token_ids: Sequence[int],
+        end: int,
+        result: Resolution,
+        deadline: Deadline | None,
     ) -> None:
         first = result.num_pages
-        num_present = self._count_present(pages, first, end, result)
+        num_present = self._count_present(pages, first, end, result, deadline)
         if num_present == 0 or not self._pays(num_present, pages, result):
             return
         fills = self._begin_fill(running, num_present, result)
         begun = time.monotonic()
         good, received_s = 0, 0.0
         try:
-            good = self._receive(pages, token_ids, first, fills, result)
+            good = self._receive(pages, token_ids, first, fills, result, deadline)
             received_s = time.monotonic() - begun
         finally:
             attached = self._engine.call(
@@ -176,13 +211,17 @@ class Restorer:
         if attached:
             self.rates.observe_store(result.store_bytes, received_s)
 
-    def _count_present(self, pages: TurnPages, first: int, end: int, result: Resolution) -> int:
+    def _count_present(
+        self, pages: TurnPages, first: int, end: int, result: Resolution, deadline: Deadline | None
+    ) -> int:
         keys = [pages.key_of(index) for index in range(first, end)]
+        # A look-up is small: a server that does not answer it soon hangs.
+        limit = None if deadline is None else deadline.within(_LOOKUP_S)
         try:
-            present = self._store.touch(keys, ttls_for_pages(self._ttl_s(pages), first, len(keys)))
+            present = self._store.touch(keys, ttls_for_pages(self._ttl_s(pages), first, len(keys)), limit)
         except StoreError as error:
             _log.warning("look-up in the page store failed: %s", error)
-            result.reasons["unreachable"] += end - first
+            result.reasons[_why_unreachable(limit)] += end - first
             return 0
         return next((i for i, found in enumerate(present) if not found), len(present))
 
@@ -205,9 +244,15 @@ class Restorer:
         return fills
 
     def _receive(
-        self, pages: TurnPages, token_ids: Sequence[int], first: int, fills: list[FillPage], result: Resolution
+        self,
+        pages: TurnPages,
+        token_ids: Sequence[int],
+        first: int,
+        fills: list[FillPage],
+        result: Resolution,
+        deadline: Deadline | None,
     ) -> int:
-        """Receive into mirror pages until the first fault; returns the number of good pages."""
+        """Receive into mirror pages until the first fault or the deadline; returns the number of good pages."""
         size = pages.chain.page_size
         requests = []
         for offset, fill in enumerate(fills):
@@ -216,9 +261,13 @@ class Restorer:
             expected = self._identity.expected(pages, index, ids)
             requests.append(FetchRequest(pages.key_of(index), expected, self._identity.segments, fill.buffer))
         good = 0
-        outcomes = self._store.fetch(requests, self._is_quarantined)
+        outcomes = self._store.fetch(requests, self._is_quarantined, deadline)
         try:
             for outcome in outcomes:
+                if isinstance(outcome, PageUnreachable):
+                    _log.warning("page %s was not fetched: %s", outcome.key, outcome.reason)
+                    result.reasons[_why_unreachable(deadline)] += len(fills) - good
+                    break
                 if not isinstance(outcome, PagePresent):
                     self._explain(outcome, result)
                     break
@@ -229,18 +278,16 @@ class Restorer:
                 close()
         return good
 
-    def _explain(self, outcome: FetchOutcome, result: Resolution) -> None:
+    def _explain(self, outcome: PageDamaged | PageMissing, result: Resolution) -> None:
         """Count why a page is no use, and delete a damaged one so that the recomputed page can take its place."""
         if isinstance(outcome, PageDamaged):
             result.reasons[f"damaged:{type(outcome.error).__name__}"] += 1
             _log.warning("damaged page %s: %s", outcome.key, outcome.error)
             self._delete(outcome.key, outcome.check)
-        elif isinstance(outcome, PageMissing):
-            result.reasons["quarantined_writer" if outcome.quarantined else "missing"] += 1
-            if outcome.quarantined:
-                self._delete(outcome.key, outcome.check)
-        else:
-            result.reasons["unreachable"] += 1
+            return
+        result.reasons["quarantined_writer" if outcome.quarantined else "missing"] += 1
+        if outcome.quarantined:
+            self._delete(outcome.key, outcome.check)
 
     def _delete(self, key: str, check: bytes) -> None:
         try:
@@ -273,6 +320,16 @@ class Restorer:
             return 0
         cache.attach(running.sequence, sealed)
         return len(sealed)
+
+
+def _time_left(deadline: Deadline | None, at_most_s: float) -> float:
+    if deadline is None:
+        return at_most_s
+    return 0.0 if deadline.has_passed else min(at_most_s, deadline.remaining())
+
+
+def _why_unreachable(deadline: Deadline | None) -> str:
+    return "late" if deadline is not None and deadline.has_passed else "unreachable"
 
 
 def _average(previous: float, sample: float) -> float:
