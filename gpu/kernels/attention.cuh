@@ -20,11 +20,23 @@ DEVICE int sub_split_begin(int sub) {
 DEVICE int sub_split_of(int block) {
     return block < 16 ? block : block < 64 ? 16 + (block - 16) / 2 : 40 + (block - 64) / 4;
 }
-// First sub-split of a group of blocks.
+// First sub-split of a group of blocks; the group of a sub-split.
 DEVICE int group_begin(int group) { return group == 0 ? 0 : 40 + (group - 1) * (GROUP_BLOCKS / 4); }
+DEVICE int group_of(int sub) { return sub < 40 ? 0 : 1 + (sub - 40) / (GROUP_BLOCKS / 4); }
 // Blocks, and sub-splits, that hold `length` > 0 cells.
 DEVICE int blocks_of(int length) { return (length + BLOCK_CELLS - 1) / BLOCK_CELLS; }
 DEVICE int sub_splits_of(int length) { return sub_split_of(blocks_of(length) - 1) + 1; }
+
+// The decode kernel's division of a tile's blocks into `chunks` CTAs: a chunk has the sub-splits that begin within
+// [blocks c / chunks, blocks (c + 1) / chunks). First sub-split of a chunk; of the chunk after the last, all of them.
+DEVICE int chunk_begin(int chunk, int chunks, int blocks) {
+    const int block = (int)((i64)chunk * blocks / chunks);
+    return block == 0 ? 0 : sub_split_of(block - 1) + 1;
+}
+// The chunk that has the sub-split beginning at `block`.
+DEVICE int chunk_of(int block, int chunks, int blocks) {
+    return (int)(((i64)(block + 1) * chunks + blocks - 1) / blocks) - 1;
+}
 
 // ---- order of cells and of dimensions -------------------------------------------------------------------------------
 // Column to cell of a block, by the format of V. Quantized V: tile n has, for lane t, the cells 16 t + 2 n and + 1, so
@@ -124,10 +136,10 @@ DEVICE void mask_tiles(float (*s)[4], int first_tile, int first_cell, const int 
     }
 }
 
-// A block's softmax step by one warp that holds all 8 tiles: scores to the left fragments p of P V.
+// A block's softmax step by one warp that holds all 8 tiles: scores to exponentials in place.
 // factor: what the accumulators of the rows g and g + 8 are multiplied by. Returns whether any factor of the warp is
 // not 1.
-DEVICE bool softmax_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&factor)[2], u32 (&p)[4][4]) {
+DEVICE bool exponentiate_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&factor)[2]) {
     float top = fmaxf(s[0][0], s[0][1]), low = fmaxf(s[0][2], s[0][3]);
 #pragma unroll
     for (int i = 1; i < BLOCK_TILES; i++) {
@@ -139,10 +151,8 @@ DEVICE bool softmax_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&fa
     const bool any_changed = __any_sync(FULL_WARP, changed);
     float quarters[4][2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++)
         exponentiate_tiles(s + 2 * i, exponent_base(maximum[0]), exponent_base(maximum[1]), quarters[i]);
-        pack_tiles(s + 2 * i, p[i]);
-    }
 #pragma unroll
     for (int row = 0; row < 2; row++) {
         factor[row] = rescale_factor(rows.maximum[row], maximum[row]);
@@ -150,6 +160,13 @@ DEVICE bool softmax_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&fa
         rows.sum[row] = grow_sum(rows.sum[row], factor[row], quarters[0][row], quarters[1][row], quarters[2][row],
                                  quarters[3][row]);
     }
+    return any_changed;
+}
+// The same, with the exponentials as the left fragments p of P V.
+DEVICE bool softmax_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&factor)[2], u32 (&p)[4][4]) {
+    const bool any_changed = exponentiate_block(s, rows, factor);
+#pragma unroll
+    for (int i = 0; i < 4; i++) pack_tiles(s + 2 * i, p[i]);
     return any_changed;
 }
 

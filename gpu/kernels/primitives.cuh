@@ -157,6 +157,49 @@ DEVICE void store_shared_float4(u32 a, const float* v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(a), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                  : "memory");
 }
+DEVICE float2 load_shared_float2(u32 a) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a));
+    return v;
+}
+DEVICE u32 load_shared8(u32 a) {
+    u32 v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a));
+    return v;
+}
+DEVICE void store_shared16(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
+DEVICE void store_shared_float(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
+DEVICE void store_shared_float2(u32 a, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(a), "f"(x), "f"(y) : "memory");
+}
+// Four 8 x 8 matrices of 16-bit values; lane 8 i + r gives the address of row r of matrix i. Lane 4 g + t gets of each
+// (row g, columns 2t, 2t + 1); transposed: (rows 2t, 2t + 1, column g).
+DEVICE void load_matrices(u32 (&r)[4], u32 a) {
+#if HAS_MMA
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(a));
+#else
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 4; i++) r[i] = load_shared32(__shfl_sync(FULL_WARP, a, 8 * i + (lane >> 2)) + (lane & 3) * 4);
+#endif
+}
+DEVICE void load_matrices_transposed(u32 (&r)[4], u32 a) {
+#if HAS_MMA
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(a));
+#else
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const u32 even = load_shared16(__shfl_sync(FULL_WARP, a, 8 * i + 2 * (lane & 3)) + (lane >> 2) * 2);
+        const u32 odd = load_shared16(__shfl_sync(FULL_WARP, a, 8 * i + 2 * (lane & 3) + 1) + (lane >> 2) * 2);
+        r[i] = even | (odd << 16);
+    }
+#endif
+}
 // Read-once data, 16 bytes: stays out of the first-level cache.
 DEVICE uint4 load_streaming(const void* p) {
     uint4 v;
