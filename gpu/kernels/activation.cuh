@@ -1,6 +1,6 @@
 // bf16 activations between kernels, in the order that the product kernels read them. K: width, a multiple of 64.
 //
-// FRAGMENT  up to 64 rows, for the skinny products: [row / 8][k / 32][lane][8], where lane = 4 (row % 8) + t holds
+// FRAGMENT  for the products of `product.cu`: [row / 8][k / 32][lane][8], where lane = 4 (row % 8) + t holds
 //           k32 = 2t, 2t+1, 2t+8, 2t+9, 2t+16, ... : the B fragments of two m16n8k16 products in one 16-byte load.
 // TILE      any number of rows, for the wide products: [row / TILE_ROWS][k / 64][row % TILE_ROWS][128 bytes], the 16-byte
 //           unit u of a row at u ^ (row % 8): what warpgroup products read from shared memory.
@@ -12,7 +12,7 @@
 
 enum ActivationLayout { FRAGMENT = 0, TILE = 1 };
 #ifndef TILE_ROWS
-#define TILE_ROWS 128
+#define TILE_ROWS 192
 #endif
 
 // Element index of (row, k). Elements k and k + 1 are adjacent in both layouts when k is even.
