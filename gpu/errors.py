@@ -118,7 +118,15 @@ class UnprovenAppend(InvariantViolation):
 
 
 class MirrorDivergence(InvariantViolation):
-    """Mirror and device bytes of a page differ."""
+    """Mirror and device bytes of a page differ, or two pages that must be equal do.
+
+    page_indices: the pages of the arena that may be wrong; none when that is not known. Turns that have read them in
+    the mirror end with it (engine).
+    """
+
+    def __init__(self, message: str, page_indices: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.page_indices = page_indices
 
 
 class PoisonedPage(InvariantViolation):

@@ -42,6 +42,8 @@ class PageMemory:
         self.residency = Residency(device, self.num_pages, self.page_bytes, max_sealed)
         self.pool = PagePool(self.num_pages, self.residency.free)
         self.num_poisoned = 0
+        # What attention reads of these pages, in place or in a device copy, are bytes of the mirror.
+        self._from_mirror = np.zeros(self.num_pages, np.bool_)
         self._poison = poison
         self._tail_checks = AttestSchedule(attest)
         self._device_checks = AttestSchedule(attest)
@@ -67,6 +69,7 @@ class PageMemory:
         try:
             for depth, page in enumerate(fresh, first_depth):
                 page.depth = depth
+                self._from_mirror[page.index] = not self.residency.enabled
                 self._hand_out(page)
                 self.residency.open(page, self.pool)
         except PoisonedPage:
@@ -78,8 +81,28 @@ class PageMemory:
         """Poisoned pages with a fill hold. Raises CapacityError with nothing changed."""
         fresh = self.pool.take(num_pages, HoldKind.FILL, PageState.FILLING)
         for page in fresh:
+            self._from_mirror[page.index] = True
             self._hand_out(page)
         return [FillPage(page, page.generation, self._buffer(page)) for page in fresh]
+
+    def note_absent(self, indices: NDArray[np.int64]) -> None:
+        """A step is about to read these pages: those without a device copy are read, or promoted, from the mirror."""
+        if self.residency.enabled:
+            self._from_mirror[indices[self.residency.device_offset[indices] < 0]] = True
+
+    def is_from_mirror(self, page_indices: tuple[int, ...]) -> bool:
+        """Whether steps that attend one of these pages read the mirror's bytes; true of unnamed pages."""
+        return not page_indices or bool(self._from_mirror[list(page_indices)].any())
+
+    def may_have_read(self, sequence: Sequence, page_indices: tuple[int, ...]) -> bool:
+        """Whether a step of an open sequence may have attended bytes that one of these pages has in the mirror.
+
+        page_indices: pages of the arena; none stands for all.
+        """
+        num_attended = -(-sequence.length // self.layout.page_size) if sequence.has_attended else 0
+        indices = sequence.page_index[:num_attended]
+        suspect = self._from_mirror[indices] & (np.isin(indices, page_indices) if page_indices else True)
+        return bool(suspect.any())
 
     def release(self, pages: Iterable[Page]) -> None:
         """Drop sequence holds, last page first, so that the deep end of a chain is evicted first."""
@@ -107,7 +130,8 @@ class PageMemory:
         """Raise MirrorDivergence unless cells 0 .. num_cells - 1 of mirror and device are equal."""
         if not self.device.equal(self.residency.slot(page), self.view(page), num_cells):
             page.tainted = True
-            raise MirrorDivergence(f"page {page.index} at depth {page.depth}: mirror and device bytes differ")
+            what = f"page {page.index} at depth {page.depth}: mirror and device bytes differ"
+            raise MirrorDivergence(what, (page.index,))
 
     def compare_known(self, page: Page, known: Page, own_numerics: bool) -> None:
         """Under attest `always`, raise MirrorDivergence if two pages of one digest and our numerics differ."""
@@ -115,7 +139,8 @@ class PageMemory:
             return
         if not equal_cells(self.layout, self.view(page), self.view(known), self.layout.page_size):
             page.tainted = True
-            raise MirrorDivergence(f"pages {page.index} and {known.index} have one digest and different bytes")
+            what = f"pages {page.index} and {known.index} have one digest and different bytes"
+            raise MirrorDivergence(what, (page.index, known.index))
 
     def poison_tail(self, sequence: Sequence) -> None:
         """Poison the last page's cells beyond the sequence's length in the mirror."""

@@ -17,7 +17,8 @@ class Sequence:
         .. len(pages) * page_size - 1      reserved, poisoned
 
     own_numerics: no page with foreign numerics is attached. failed: a step of this sequence could not be proven; it
-    takes no more steps. last_sampled: token that the newest DECODE or PREFILL step sampled, set by the backend.
+    takes no more steps. has_attended: a step of it was launched. last_sampled: token that the newest DECODE or PREFILL
+    step sampled, set by the backend.
     """
 
     __slots__ = (
@@ -25,6 +26,7 @@ class Sequence:
         "accepted",
         "closed",
         "failed",
+        "has_attended",
         "last_sampled",
         "length",
         "num_launched",
@@ -44,6 +46,7 @@ class Sequence:
         self.num_sealed = 0
         self.own_numerics = True
         self.failed = False
+        self.has_attended = False
         self.closed = False
         self.last_sampled: int | None = None
         self.num_launched = 0

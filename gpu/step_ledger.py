@@ -48,6 +48,7 @@ class StepLedger:
         for cell_entry in entries:
             cell_entry.sequence.length = cell_entry.end
             cell_entry.sequence.num_launched += 1
+            cell_entry.sequence.has_attended = True
             for page, _ in cell_entry.written:
                 page.unproven += 1
         self._launched.append(cells)
@@ -113,6 +114,7 @@ class StepLedger:
         offsets = memory.residency.device_offset
         num_read = [-(-entry.end // layout.page_size) for entry in entries]
         held = np.concatenate([e.sequence.page_index[:n] for e, n in zip(entries, num_read, strict=True)])
+        memory.note_absent(held)
         memory.residency.before_step(held, memory.mirror.array, memory.pool)
         memory.residency.check_readable(held)
         if memory.residency.enabled:

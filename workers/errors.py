@@ -3,7 +3,8 @@
 WorkerError
 |-- TurnFailed            the turn ends `failed` with a code the client sees
 |   |-- ContextOverflow   prompt or prompt + max_tokens beyond the context or the arena (both numbers)
-|   `-- EngineFault       the step that ran this turn alone raised
+|   |-- EngineFault       the step that ran this turn alone raised
+|   `-- IntegrityLost     cells that the reply was computed from proved wrong
 |-- WorkerStartError      settings or servers that cannot work (ends the start)
 |-- LeaseLost             another worker may own the turn: stop without writing anything (turn_runner)
 |-- TurnCancelled         the client asked for the end of the turn (turn_runner finishes it)
@@ -43,6 +44,13 @@ class EngineFault(TurnFailed):
 
     def __init__(self, message: str) -> None:
         super().__init__("engine_error", message)
+
+
+class IntegrityLost(TurnFailed):
+    """The turn has read a page in the mirror that proved wrong: its tokens are not carried to another worker."""
+
+    def __init__(self) -> None:
+        super().__init__("integrity", "cells that this reply was computed from proved wrong; send the request again")
 
 
 class LeaseLost(WorkerError):

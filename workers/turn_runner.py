@@ -19,7 +19,7 @@ from gpu.cache import HoldKind
 from snapshot_store.errors import StoreUnreachable
 from workers.conversation import FrozenTurn, digests_of, with_reply
 from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
-from workers.errors import LeaseLost, TurnCancelled, TurnFailed, WorkerDraining, WorkerQuarantined
+from workers.errors import IntegrityLost, LeaseLost, TurnCancelled, TurnFailed, WorkerDraining, WorkerQuarantined
 from workers.live_turns import LiveTurn
 from workers.parking.restore import Resolution
 from workers.parking.turn_pages import TurnPages
@@ -88,6 +88,10 @@ class _Run:
         except WorkerDraining:
             self._hand_over()
         except WorkerQuarantined as error:
+            if self._report.attempts > 1 and self._report.num_sampled and self._parts.engine.misread:
+                # What its earlier attempts have read is not known any more.
+                self._finish(TurnState.FAILED, IntegrityLost())
+                return
             # The lease runs out or is ended by the supervisor, and counts as a crash: this turn may be the cause.
             self._report.end = "quarantined"
             _log.warning("left turn %s to another worker: %s", self._turn_id, error)
@@ -170,6 +174,9 @@ class _Run:
         first = True
         while True:
             outputs = _take_all(engine_turn.outputs)
+            distrusted = next((output for output in outputs if _is_distrust(output)), None)
+            if distrusted is not None:
+                return distrusted
             num_tokens = sum(isinstance(output, Token) for output in outputs)
             if first and num_tokens:
                 computed = num_known - resolution.num_pages * self._parts.page_size
@@ -278,6 +285,11 @@ class _Run:
     @property
     def _turn_id(self) -> str:
         return self._claimed.lease.turn_id
+
+
+def _is_distrust(output: EngineOutput) -> bool:
+    """Whether the engine ended with a broken rule: tokens that came with this are not sent."""
+    return isinstance(output, Failed) and isinstance(output.error, IntegrityLost | WorkerQuarantined)
 
 
 def _take_all(outputs: queue.SimpleQueue[EngineOutput]) -> list[EngineOutput]:

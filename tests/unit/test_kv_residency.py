@@ -130,6 +130,38 @@ def test_kv_attest_of_a_changed_device_byte_raises_mirror_divergence(num_cells: 
         lab.cache.attest(sequence)
 
 
+def test_kv_pages_read_in_the_mirror_are_told_from_those_read_on_the_device() -> None:
+    def read(lab: Lab, sequence: Sequence, *indices: int) -> bool:
+        return lab.cache.memory.may_have_read(sequence, indices)
+
+    lab = make_lab("k8v4", resident_cells=0)
+    sequence = filled(lab, 32)
+    first, second = (page.index for page in sequence.pages)
+    assert not read(lab, sequence, first, second)
+    lab.seal_all(sequence, TOKENS)
+    lab.step(sequence, [1])
+    assert [read(lab, sequence, first), read(lab, sequence, second), read(lab, sequence)] == [True, True, True]
+    assert not read(lab, sequence, sequence.pages[2].index)
+    other = lab.cache.open()
+    lab.cache.attach(other, [lab.cache.lookup(digest) for digest in chain(TOKENS[:32], 16)])
+    assert not read(lab, other, first), "attached, and no step yet"
+    lab.step(other, [1])
+    assert read(lab, other, first)
+    assert lab.cache.memory.is_from_mirror((first,))
+    assert not lab.cache.memory.is_from_mirror((other.pages[2].index,))
+
+
+def test_kv_restored_page_with_a_device_copy_counts_as_read_in_the_mirror() -> None:
+    origin = make_lab("k8v4")
+    stored = park(origin, filled(origin, 32), TOKENS[:32])
+    lab = make_lab("k8v4")
+    sequence = lab.cache.open()
+    lab.cache.attach(sequence, lab.restore(stored, chain(TOKENS[:32], 16)))
+    lab.step(sequence, [1])
+    assert lab.cache.memory.residency.slot(sequence.pages[0]) >= 0
+    assert lab.cache.memory.may_have_read(sequence, (sequence.pages[0].index,))
+
+
 @pytest.mark.parametrize(("resident_cells", "resident"), [(None, [0, 1]), (16, [0]), (0, [])])
 def test_kv_residency_restored_pages_get_device_copies_while_slots_last(
     resident_cells: int | None, resident: list[int]

@@ -6,6 +6,7 @@ one turn of the loop:  commands -> admit -> schedule -> launch -> read the oldes
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import queue
 import threading
@@ -17,13 +18,13 @@ from typing import Any, TypeVar
 
 from gpu.backend import Backend, StepHandle
 from gpu.cache import HoldKind
-from gpu.errors import CapacityError, InvariantViolation
+from gpu.errors import CapacityError, InvariantViolation, MirrorDivergence
 from gpu.plan import EntryResult, PlanEntry, StepPlan
 from workers.engine.promises import PagePromises
-from workers.engine.requests import EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
+from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
 from workers.engine.running import Phase, RunningTurn
 from workers.engine.scheduler import schedule
-from workers.errors import EngineFault, WorkerQuarantined
+from workers.errors import EngineFault, IntegrityLost, WorkerQuarantined
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -71,6 +72,12 @@ class Engine:
         """The broken rule that ended the engine: everything that this process wrote is suspect."""
         return self.failure if isinstance(self.failure, InvariantViolation) else None
 
+    @property
+    def misread(self) -> bool:
+        """Whether the engine ended with a divergence of pages that steps may have read in the mirror."""
+        error = self.failure
+        return isinstance(error, MirrorDivergence) and self.cache.memory.is_from_mirror(error.page_indices)
+
     def launch_thread(self) -> None:
         """Start the engine thread."""
         self._thread.start()
@@ -112,9 +119,10 @@ class Engine:
         self.call(lambda: self._begin(running))
 
     def discard(self, running: RunningTurn) -> None:
-        """Forget a turn in any phase and drop its sequence. Idempotent."""
+        """Forget a turn in any phase and drop its sequence. Idempotent; an engine that has ended knows no turns."""
         if self._thread.is_alive():
-            self.call(lambda: self._forget(running))
+            with contextlib.suppress(WorkerQuarantined):
+                self.call(lambda: self._forget(running))
 
     @property
     def seconds_without_progress(self) -> float:
@@ -345,9 +353,7 @@ class Engine:
     def _shut_down(self) -> None:
         for running in list(self._turns):
             running.phase = Phase.ENDED
-            reason = self.failure
-            output = Preempted() if reason is None else Failed(WorkerQuarantined(str(reason)))
-            running.turn.outputs.put(output)
+            running.turn.outputs.put(self._last_output(running))
             running.turn.admitted.set()
         self._turns.clear()
         self._pending.clear()
@@ -359,6 +365,16 @@ class Engine:
                 return
             if command is not None:
                 command[1].set_exception(WorkerQuarantined(str(self.failure or "the engine has stopped")))
+
+    def _last_output(self, running: RunningTurn) -> EngineOutput:
+        """What a turn hears when the engine ends: after a divergence, one that may have read such a page is over."""
+        if self.failure is None:
+            return Preempted()
+        sequence, error = running.sequence, self.failure
+        has_read = self.cache.memory.may_have_read
+        if isinstance(error, MirrorDivergence) and sequence is not None and has_read(sequence, error.page_indices):
+            return Failed(IntegrityLost())
+        return Failed(WorkerQuarantined(str(error)))
 
 
 def _age(running: RunningTurn) -> tuple[int, int]:
