@@ -23,6 +23,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.prompt_size import PromptSizer
 from gateway.settings import GatewaySettings
 from gateway.turns import TurnService
+from gateway.worker_metrics import WorkerFigures
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -73,6 +74,7 @@ def _lifespan(settings: GatewaySettings, keys: ApiKeys) -> Callable[[FastAPI], A
         turns = TurnService(settings)
         metrics = GatewayMetrics()
         fleet = FleetMonitor(turns, settings, metrics)
+        metrics.registry.register(WorkerFigures(fleet.live_workers))
         sizer = PromptSizer(turns)
         app.state.gateway = Gateway(settings, keys, turns, fleet, sizer, metrics, Stopping(settings.shutdown_grace_s))
         await turns.open()

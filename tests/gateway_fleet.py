@@ -110,8 +110,9 @@ class FakeWorker:
 
     def _beat(self, control: TurnControl) -> None:
         record = WorkerRecord(
-            self.worker_id, f"{self.worker_id}-boot", MODEL, self.slots, self.slots, context_length=CONTEXT
-        )
+            self.worker_id, f"{self.worker_id}-boot", MODEL, self.slots, self.slots, context_length=CONTEXT,
+            info={"steps": 3},
+        )  # fmt: skip
         control.run(registry.beat(record))
 
     def _keep_beating(self) -> None:

@@ -301,6 +301,7 @@ def test_http_metrics_show_demand_slots_and_requests(client: httpx.Client) -> No
     text = client.get("/metrics").text
     assert 'kvalet_http_requests_total{method="POST",route="/v1/responses",status="200"}' in text
     assert 'kvalet_worker_heartbeat_age_seconds{model="tiny",worker="w1"}' in text
+    assert 'kvalet_worker_steps_total{model="tiny",worker="w1"} 3.0' in text
 
 
 def test_http_instructions_lead_their_own_turn(client: httpx.Client, worker: FakeWorker) -> None:
