@@ -39,6 +39,10 @@ class Backend(Protocol):
     pipeline_depth: int
     max_rows: int
 
+    def bind_thread(self) -> None:
+        """Make the calling thread the owner; called by the thread that uses backend and cache from now on."""
+        ...
+
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue one step: embed, for every layer append through `cache.append` and attend, then sample.
 

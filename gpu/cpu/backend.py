@@ -63,6 +63,9 @@ class CpuBackend:
         self.max_rows = max_rows
         self._step = HostStep(model, cache, sampler, max_rows)
 
+    def bind_thread(self) -> None:
+        """Any thread will do."""
+
     def launch(self, plan: StepPlan) -> FinishedStep:
         """Compute the step. Errors of its proof are raised by `wait`, errors of the plan here."""
         computed = self._step.compute(plan)

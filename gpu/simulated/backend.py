@@ -112,6 +112,9 @@ class SimulatedBackend:
         else:
             self.kernels.faults.append(fault)
 
+    def bind_thread(self) -> None:
+        """Any thread will do."""
+
     def launch(self, plan: StepPlan) -> SimulatedStep:
         """Queue one step. Raises GpuError before anything is queued when the plan breaks a rule."""
         self.kernels.step_kinds = tuple(entry.kind for entry in plan.entries)

@@ -143,6 +143,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self.backend.bind_thread()
             worked = True
             while not self._stopping.is_set():
                 self._run_commands(self._patience_s(worked))
