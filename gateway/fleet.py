@@ -36,7 +36,10 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class _Sight:
-    """One poll's result. now: control's clock, unix seconds. is_durable: a confirmed write survives a lost host."""
+    """One poll's result. now: control's clock, unix seconds. is_durable: a confirmed write survives a lost host.
+
+    num_delayed_fsyncs: control's own count since its start; None where it keeps no append-only file or hides it.
+    """
 
     now: float
     workers: tuple[WorkerRecord, ...]
@@ -44,6 +47,7 @@ class _Sight:
     demand: tuple[ModelDemand, ...]
     write_fault: Reason | None
     is_durable: bool
+    num_delayed_fsyncs: int | None
 
 
 class FleetMonitor:
@@ -161,12 +165,25 @@ class FleetMonitor:
             logger.warning("control was not seen: %s", error)
             self._metrics.control_up.set(0)
             return
+        self._show_delayed_fsyncs(sight.num_delayed_fsyncs)
         self._sight, self._seen_at = sight, time.monotonic()
         for worker in sight.workers:
             beat_at = self._seen_at - self._age(worker)
             self._beat_at[worker.model] = max(beat_at, self._beat_at.get(worker.model, beat_at))
         self._metrics.show_fleet(sight.demand, [(w.worker_id, w.model, self._age(w)) for w in sight.workers])
         self._metrics.control_up.set(sight.write_fault is None)
+
+    def _show_delayed_fsyncs(self, num_now: int | None) -> None:
+        """Export the count, and warn when it has grown since the last poll: accepted turns were not on disk in time."""
+        self._metrics.control_delayed_fsyncs.set(float("nan") if num_now is None else num_now)
+        before = self._sight.num_delayed_fsyncs if self._sight else None
+        if num_now is not None and before is not None and num_now > before:
+            logger.warning(
+                "control waited for its disk %d times since the last poll (aof_delayed_fsync = %d): "
+                "a lost host now loses more than a second of accepted turns",
+                num_now - before,
+                num_now,
+            )
 
     async def _read(self) -> _Sight:
         seconds, microseconds = await self._turns.control.client.time()
@@ -177,6 +194,7 @@ class FleetMonitor:
             demand=await self._turns.run(registry.demand()),
             write_fault=await self._try_write(),
             is_durable=await self._has_fsync_always(),
+            num_delayed_fsyncs=await self._count_delayed_fsyncs(),
         )
 
     async def _has_fsync_always(self) -> bool:
@@ -187,6 +205,13 @@ class FleetMonitor:
             return False
         plain = {_plain(name): _plain(value) for name, value in config.items()}
         return (plain.get("appendonly"), plain.get("appendfsync")) == ("yes", "always")
+
+    async def _count_delayed_fsyncs(self) -> int | None:
+        try:
+            info = await self._turns.control.client.info("persistence")
+        except ResponseError:
+            return None
+        return int(info.get("aof_delayed_fsync", 0)) if info.get("aof_enabled") else None
 
     async def _try_write(self) -> Reason | None:
         try:

@@ -47,6 +47,11 @@ class GatewayMetrics:
         self.control_up = Gauge(
             "kvalet_control_up", "Whether control answered and took a write at the last poll", registry=self.registry
         )
+        self.control_delayed_fsyncs = Gauge(
+            "kvalet_control_aof_delayed_fsync",
+            "Writes of control that waited for its disk, since its start; NaN without an append-only file",
+            registry=self.registry,
+        )
         self.event_subscriptions = Gauge(
             "kvalet_event_subscriptions", "Turns whose events this process follows", registry=self.registry
         )
