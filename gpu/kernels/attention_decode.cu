@@ -8,12 +8,12 @@
 // keeps a quarter of the accumulators, codes are converted once, and a block takes a quarter of one warp's time.
 //
 // Blocks arrive in a ring of STAGES. A stage holds, for a block,
-//     K codes [cell][..] | K scales [cell][..] | V codes, 4 pieces of 16 cells, padded | V scales, likewise
+//     K codes [cell][..] | K scales [cell][..] | V codes, 4 pieces of 16 cells, padded | V scales [cell][..]
 // Padding makes the four pieces that a warp reads V from together start in different banks. f16 rows are not padded; their
 // 16-byte unit u lies at u ^ (cell % 8).
 //
-// f16 planes and devices without bulk copies: all threads copy 16 bytes at a time. Else lanes 0-15 of the last warp
-// issue one bulk copy each (4 pieces x 4 parts). Pieces of 16 cells never straddle a page; pieces and f16 rows beyond the
+// f16 planes and devices without bulk copies: all threads copy 16 bytes at a time. Else one lane of each warp issues bulk
+// copies: of V codes and, where a block has several pages, of everything, one for each piece. Pieces of 16 cells never straddle a page; pieces and f16 rows beyond the
 // tile's length are not read.
 #include "attention.cuh"
 
@@ -29,6 +29,7 @@ constexpr int STEPS = HEAD_DIM / 16;               // k16 steps of the scores
 constexpr int WARP_TILES = HEAD_DIM / 8 / WARPS;   // 8-dimension tiles of a warp's accumulators
 constexpr bool USE_BULK = HAS_BULK && K_PLANE != PLANE_F16 && V_PLANE != PLANE_F16;
 
+constexpr bool WHOLE_BLOCKS = PAGE_SIZE % BLOCK_CELLS == 0;  // a block lies in one page
 static_assert(STAGES >= (USE_BULK ? 2 : 1) && STAGES <= 4, "2 to 4 stages, or 1 without bulk copies");
 
 // A part of a stage: codes or scales of one plane. ROW: bytes per cell. PAD: bytes after each piece. SWIZZLED: f16 rows.
@@ -41,7 +42,7 @@ constexpr int VALUE_PADDING = V_PLANE == PLANE_F16 ? 0 : V_PLANE == PLANE_INT8 &
 typedef StagePart<Offsets::K::CODE_BYTES, 0, K_PLANE == PLANE_F16> KeyCodes;
 typedef StagePart<Offsets::K::SCALE_BYTES, 0, false> KeyScales;
 typedef StagePart<Offsets::V::CODE_BYTES, VALUE_PADDING, V_PLANE == PLANE_F16> ValueCodes;
-typedef StagePart<Offsets::V::SCALE_BYTES, V_PLANE == PLANE_F16 ? 0 : 16, false> ValueScales;
+typedef StagePart<Offsets::V::SCALE_BYTES, 0, false> ValueScales;
 constexpr int KEY_SCALES = KeyCodes::BYTES;
 constexpr int VALUE_CODES = KEY_SCALES + KeyScales::BYTES;
 constexpr int VALUE_SCALES = VALUE_CODES + ValueCodes::BYTES;
@@ -52,11 +53,13 @@ constexpr int QUARTERS = FRAGMENTS + WARPS * 32 * 16;
 constexpr int MAXIMA = QUARTERS + WARPS * 32 * 8;
 constexpr int BARRIERS = MAXIMA + 16 * WARPS * 4;
 static_assert(STAGE_BYTES % 16 == 0, "copies are of 16 bytes");
+static_assert(BARRIERS + 8 * STAGES <= SHARED_BYTES, "the launch gives SHARED_BYTES of shared memory");
 
 DEVICE u32 swizzled_unit(int cell, int unit) { return (u32)((unit & ~7) | ((unit ^ cell) & 7)) * 16; }
 
 // ---- loading ----------------------------------------------------------------------------------------------------------
-// Copies blocks in order. A lane holds the page of piece (lane % 4) of the next block, read one block ahead.
+// Copies blocks in order. page: of the next block, read one block ahead; where blocks have several, that of the piece
+// `warp` (bulk copies) or `lane % 4`.
 struct BlockLoader {
     const u64* pages;  // of the tile's sequence
     u64 layer_offset;
@@ -65,7 +68,7 @@ struct BlockLoader {
     u32 ring;
 
     DEVICE void find_page() {
-        const int piece = PAGE_SIZE % BLOCK_CELLS == 0 ? 0 : threadIdx.x & 3;
+        const int piece = WHOLE_BLOCKS ? 0 : USE_BULK ? threadIdx.x >> 5 : threadIdx.x & 3;
         const int cell = block * BLOCK_CELLS + piece * PIECE;
         page = cell < length ? pages[cell / PAGE_SIZE] + layer_offset : 0;
     }
@@ -76,35 +79,40 @@ struct BlockLoader {
     }
 
 #if HAS_BULK
-    // By one warp: lane 4 p + i copies part p of piece i.
+    // Every warp: its piece of V codes and its share of the rest, by one lane. A barrier takes one arrival per warp.
     DEVICE void issue_bulk(u32 stage, u32 barrier) {
-        const int lane = threadIdx.x & 31, piece = lane & 3, first = block * BLOCK_CELLS, cell = first + piece * PIECE;
+        const int warp = threadIdx.x >> 5, first = block * BLOCK_CELLS;
         const int pieces = min(PIECES, (length - first + PIECE - 1) / PIECE);
-        constexpr int PIECE_TOTAL =
-            KeyCodes::PIECE_BYTES + KeyScales::PIECE_BYTES + ValueCodes::PIECE_BYTES + ValueScales::PIECE_BYTES;
-        if (lane == 0) barrier_expect(barrier, pieces * PIECE_TOTAL);
-        __syncwarp();
-        if (piece < pieces && lane < 16) {
-            const int part = lane >> 2;
-            u64 from = 0;
-            u32 to = 0, bytes = 0;
-            if (part == 0) {
-                from = source<KeyCodes>(page, Offsets::K_CODES, cell);
-                to = piece * KeyCodes::STRIDE, bytes = KeyCodes::PIECE_BYTES;
-            } else if (part == 1) {
-                from = source<KeyScales>(page, Offsets::K_SCALES, cell);
-                to = KEY_SCALES + piece * KeyScales::STRIDE, bytes = KeyScales::PIECE_BYTES;
-            } else if (part == 2) {
-                from = source<ValueCodes>(page, Offsets::V_CODES, cell);
-                to = VALUE_CODES + piece * ValueCodes::STRIDE, bytes = ValueCodes::PIECE_BYTES;
+        if ((threadIdx.x & 31) == 0) {
+            const u32 base = ring + stage * STAGE_BYTES;
+            if (WHOLE_BLOCKS) {
+                u32 bytes = warp < pieces ? ValueCodes::PIECE_BYTES : 0;
+                if (warp == 0) bytes += pieces * KeyCodes::PIECE_BYTES;
+                if (warp == 1) bytes += pieces * KeyScales::PIECE_BYTES;
+                if (warp == 2) bytes += pieces * ValueScales::PIECE_BYTES;
+                barrier_expect(barrier, bytes);
+                if (warp == 0) copy_bulk<KeyCodes>(base, Offsets::K_CODES, 0, pieces, barrier);
+                if (warp == 1) copy_bulk<KeyScales>(base + KEY_SCALES, Offsets::K_SCALES, 0, pieces, barrier);
+                if (warp == 2) copy_bulk<ValueScales>(base + VALUE_SCALES, Offsets::V_SCALES, 0, pieces, barrier);
+                if (warp < pieces) copy_bulk<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES, warp, 1, barrier);
+            } else if (warp < pieces) {
+                barrier_expect(barrier, KeyCodes::PIECE_BYTES + KeyScales::PIECE_BYTES + ValueCodes::PIECE_BYTES +
+                                            ValueScales::PIECE_BYTES);
+                copy_bulk<KeyCodes>(base, Offsets::K_CODES, warp, 1, barrier);
+                copy_bulk<KeyScales>(base + KEY_SCALES, Offsets::K_SCALES, warp, 1, barrier);
+                copy_bulk<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES, warp, 1, barrier);
+                copy_bulk<ValueScales>(base + VALUE_SCALES, Offsets::V_SCALES, warp, 1, barrier);
             } else {
-                from = source<ValueScales>(page, Offsets::V_SCALES, cell);
-                to = VALUE_SCALES + piece * ValueScales::STRIDE, bytes = ValueScales::PIECE_BYTES;
+                barrier_arrive(barrier);
             }
-            bulk_copy(ring + stage * STAGE_BYTES + to, (const void*)from, bytes, barrier, evict_first_policy());
         }
         block++;
         find_page();
+    }
+    template <typename Part>
+    DEVICE void copy_bulk(u32 target, int part_offset, int piece, int pieces, u32 barrier) const {
+        bulk_copy(target + piece * Part::STRIDE, (const void*)source<Part>(page, part_offset, block * BLOCK_CELLS + piece * PIECE),
+                  pieces * Part::PIECE_BYTES, barrier, evict_first_policy());
     }
 #endif
 
@@ -127,7 +135,7 @@ struct BlockLoader {
             constexpr int ROW_UNITS = Part::ROW / 16;
             const int unit = round * THREADS + threadIdx.x, piece = unit / (UNITS ? UNITS : 1);
             const int in_piece = unit - piece * UNITS, first = block * BLOCK_CELLS + piece * PIECE;
-            const u64 from_page = PAGE_SIZE % BLOCK_CELLS == 0 ? page : __shfl_sync(FULL_WARP, page, piece & 3);
+            const u64 from_page = WHOLE_BLOCKS ? page : __shfl_sync(FULL_WARP, page, piece & 3);
             const u64 from = source<Part>(from_page, part_offset, first) + in_piece * 16;
             if (Part::SWIZZLED) {
                 // Beyond the length: zeros. UNITS * PIECES is a multiple of THREADS here.
@@ -146,11 +154,10 @@ struct BlockLoader {
 DEVICE void clear_values(u32 stage_base, int left) {
     if (V_PLANE == PLANE_F16) return;
     constexpr int HALVES = ValueScales::ROW / 2;
+#pragma unroll 1
     for (int i = threadIdx.x; i < (BLOCK_CELLS - left) * HALVES; i += THREADS) {
         const int cell = left + i / (HALVES ? HALVES : 1), half = i % (HALVES ? HALVES : 1);
-        const u32 address = stage_base + VALUE_SCALES + cell / PIECE * ValueScales::STRIDE +
-                            cell % PIECE * ValueScales::ROW + half * 2;
-        store_shared16(address, 0);
+        store_shared16(stage_base + VALUE_SCALES + cell * ValueScales::ROW + half * 2, 0);
     }
 }
 
@@ -401,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #if HAS_BULK
     if (USE_BULK) {
         if (threadIdx.x == THREADS - 32) {
-            for (int i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + 8 * i, 1);
+            for (int i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + 8 * i, WARPS);
             barrier_init_fence();
         }
         __syncthreads();
@@ -411,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         const int index = loader.block - first_block;
 #if HAS_BULK
         if (USE_BULK) {
-            if (warp == WARPS - 1 && loader.block < end_block)
+            if (loader.block < end_block)
                 loader.issue_bulk(index % STAGES, ring + BARRIERS + 8 * (index % STAGES));
             return;
         }

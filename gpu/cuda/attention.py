@@ -1,0 +1,259 @@
+"""Launches of decode attention: rows of decode and verify over paged KV, and the fold that completes them.
+
+Scratch between the two kernels: partial results f32 [row][head][max_splits][head_dim], then (maximum, sum) f32 pairs
+[row][head][max_splits].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpu.cuda.activations import ActivationLayout
+from gpu.cuda.kernel import KernelLibrary
+from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
+from gpu.cuda.products import shared_bytes
+from gpu.errors import LayoutError, PlanError
+from gpu.formats import PlaneFormat
+from gpu.layout import KVLayout
+
+BLOCK_CELLS: Final = 64
+GROUP_BLOCKS: Final = 64
+PRODUCT_ROWS: Final = 16
+"""Rows of the kernel's products: query rows of a tile times query heads of a KV head."""
+
+_WARPS: Final = 4
+_PIECE: Final = 16
+_MAX_STAGES: Final = 3
+_MAX_RESIDENT: Final = 4
+_RESERVED_BYTES: Final = 1 << 10
+"""Shared memory that the system takes for each CTA."""
+
+_EXCHANGE_BYTES: Final = _WARPS * 32 * (16 + 8) + PRODUCT_ROWS * _WARPS * 4
+_BARRIER_BYTES: Final = 8
+_MAX_FOLD_WARPS: Final = 16
+_START_BLOCKS: Final = 1.5
+"""What a CTA costs before its first block, in times of a block."""
+
+_P, _I32 = Arg.POINTER, Arg.I32
+
+
+def _decode_sample(head_dim: int, heads: int, kv_heads: int, k: int, v: int, page_size: int = 64) -> dict[str, int]:
+    shape = {"HEAD_DIM": head_dim, "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "PAGE_SIZE": page_size}
+    ring = {"STAGES": 3, "SHARED_BYTES": 102 << 10, "RESIDENT": 2} if k == 0 or v == 0 else {}
+    ring = ring or {"STAGES": 3, "SHARED_BYTES": 64 << 10, "RESIDENT": 4}
+    return {**shape, "K_PLANE": k, "V_PLANE": v, **ring}
+
+
+DECODE: Final = KernelSource(
+    "attention_decode.cu",
+    (KernelEntry("attention_decode", (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32)),),
+    parameters=(
+        "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "STAGES", "SHARED_BYTES", "RESIDENT",
+    ),
+    samples=(
+        *(_decode_sample(128, 32, 8, k, v) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
+        *(_decode_sample(64, 9, 3, k, v, 16) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
+        _decode_sample(128, 8, 1, 0, 2, 128),
+        _decode_sample(64, 15, 3, 2, 0, 32),
+    ),
+)  # fmt: skip
+FOLD: Final = KernelSource(
+    "attention_fold.cu",
+    (KernelEntry("attention_fold", (_P, _P, _P, _P, _I32, _I32)),),
+    parameters=("HEAD_DIM", "NUM_HEADS", "V_PLANE", "ACTIVATION_LAYOUT", "FOLD_WARPS"),
+    samples=tuple(
+        {"HEAD_DIM": head_dim, "NUM_HEADS": 32, "V_PLANE": v, "ACTIVATION_LAYOUT": layout, "FOLD_WARPS": warps}
+        for head_dim, v, layout, warps in ((128, 2, 0, 1), (128, 0, 1, 16), (64, 2, 1, 4), (64, 1, 0, 16))
+    ),
+)
+SOURCES: Final = (DECODE, FOLD)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """A launch of decode attention, fixed when a step is captured; it serves every step with at most its sizes.
+
+    chunks: CTAs that share a tile and KV head. max_splits: sub-splits of max_length cells. unsettled: rows that one
+    sequence may have in the step beside a tile's.
+    """
+
+    num_tiles: int
+    tile_rows: int
+    chunks: int
+    max_splits: int
+    fold_warps: int
+    unsettled: int
+    scratch_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTables:
+    """Addresses of what attention reads of a step (docs/cuda-kernels.md, section 1).
+
+    tiles: (num_tiles, 4) i32. page_table: (slots, max_pages) u64.
+    """
+
+    tiles: int
+    page_table: int
+    max_pages: int
+
+
+class DecodeAttention:
+    """Decode attention for one page layout and number of query heads, on one device.
+
+    without: levels that are taken away, such as KVALET_NO_BULK; the bits stay the same. Raises LayoutError for shapes
+    that the kernels are not made for.
+    """
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        layout: KVLayout,
+        num_heads: int,
+        num_processors: int,
+        without: tuple[str, ...] = (),
+    ) -> None:
+        if layout.head_dim not in (64, 128):
+            raise LayoutError("head_dim", layout.head_dim, "must be 64 or 128 on CUDA")
+        group, rest = divmod(num_heads, layout.num_kv_heads)
+        if rest or not 1 <= group <= 8:
+            raise LayoutError("num_heads", num_heads, f"must be 1 to 8 times {layout.num_kv_heads} KV heads on CUDA")
+        self.layout = layout
+        self.num_heads = num_heads
+        self.tile_rows = PRODUCT_ROWS // group
+        self._library = library
+        self._num_processors = num_processors
+        self._levels = dict.fromkeys(without, 1)
+        self._stages, self._shared, self._resident = _ring(layout, shared_bytes(library.arch))
+
+    def plan(self, num_rows: int, num_tiles: int, max_length: int, tile_rows: int = 0) -> DecodePlan:
+        """The launch for steps of up to num_rows rows in num_tiles tiles over up to max_length cells.
+
+        tile_rows: the most rows of a tile, 0 for what a tile can hold. Raises PlanError for sizes below 1.
+        """
+        for name, value in (("num_rows", num_rows), ("num_tiles", num_tiles), ("max_length", max_length)):
+            if value < 1:
+                raise PlanError(f"attention.{name}", value, "must be positive")
+        blocks = -(-max_length // BLOCK_CELLS)
+        chunks = choose_chunks(
+            num_tiles * self.layout.num_kv_heads, blocks, self._num_processors, resident=self._resident
+        )
+        return DecodePlan(
+            num_tiles=num_tiles,
+            tile_rows=min(tile_rows or self.tile_rows, num_rows),
+            chunks=chunks,
+            max_splits=num_sub_splits(max_length),
+            fold_warps=min(_MAX_FOLD_WARPS, -(-blocks // GROUP_BLOCKS)),
+            unsettled=num_rows - 1,
+            scratch_rows=num_rows,
+        )
+
+    def scratch_bytes(self, plan: DecodePlan) -> int:
+        """Scratch memory of a plan; its rows are the step's first `scratch_rows`."""
+        return self._partials_bytes(plan) + plan.scratch_rows * self.num_heads * plan.max_splits * 8
+
+    def launch(
+        self,
+        stream: Any,
+        layer: int,
+        plan: DecodePlan,
+        tables: AttentionTables,
+        *,
+        queries: int,
+        scratch: int,
+        activations: int,
+        activation_layout: ActivationLayout,
+    ) -> None:
+        """Queue attention of one layer for the rows of the tiles.
+
+        queries: (rows, num_heads, head_dim) f16 as append leaves them. activations: bf16 of width num_heads * head_dim
+        in `activation_layout`; the tiles' rows are written.
+        """
+        statistics = scratch + self._partials_bytes(plan)
+        decode = self._library.get(DECODE, "attention_decode", self._decode_variant())
+        decode.launch(
+            stream,
+            (plan.chunks, self.layout.num_kv_heads, plan.num_tiles),
+            32 * _WARPS,
+            (queries, tables.page_table, tables.tiles, scratch, statistics, layer, tables.max_pages, plan.max_splits,
+             plan.unsettled),
+            self._shared,
+        )  # fmt: skip
+        fold = self._library.get(FOLD, "attention_fold", self._fold_variant(plan, activation_layout))
+        fold.launch(
+            stream,
+            (plan.tile_rows, self.num_heads, plan.num_tiles),
+            32 * plan.fold_warps,
+            (tables.tiles, scratch, statistics, activations, plan.chunks, plan.max_splits),
+        )
+
+    def _partials_bytes(self, plan: DecodePlan) -> int:
+        return plan.scratch_rows * self.num_heads * plan.max_splits * self.layout.head_dim * 4
+
+    def _decode_variant(self) -> dict[str, int]:
+        return {
+            "HEAD_DIM": self.layout.head_dim,
+            "NUM_HEADS": self.num_heads,
+            "NUM_KV_HEADS": self.layout.num_kv_heads,
+            "PAGE_SIZE": self.layout.page_size,
+            "K_PLANE": self.layout.k_format.kernel_id,
+            "V_PLANE": self.layout.v_format.kernel_id,
+            "STAGES": self._stages,
+            "SHARED_BYTES": self._shared,
+            "RESIDENT": self._resident,
+            **self._levels,
+        }
+
+    def _fold_variant(self, plan: DecodePlan, activation_layout: ActivationLayout) -> dict[str, int]:
+        return {
+            "HEAD_DIM": self.layout.head_dim,
+            "NUM_HEADS": self.num_heads,
+            "V_PLANE": self.layout.v_format.kernel_id,
+            "ACTIVATION_LAYOUT": activation_layout,
+            "FOLD_WARPS": plan.fold_warps,
+            **self._levels,
+        }
+
+
+def num_sub_splits(length: int) -> int:
+    """Sub-splits of `length` cells: blocks 0-15 one each, 16-63 two each, then four each."""
+    last = -(-length // BLOCK_CELLS) - 1
+    if last < 16:
+        return last + 1
+    return (16 + (last - 16) // 2 if last < 64 else 40 + (last - 64) // 4) + 1
+
+
+def choose_chunks(pairs: int, blocks: int, num_processors: int, *, resident: int) -> int:
+    """CTAs for each of `pairs` tiles and KV heads of `blocks` blocks: the least estimated time, then the fewest.
+
+    resident: CTAs on a processor, which share its bandwidth.
+    """
+    largest = 1 if blocks <= 16 else 2 if blocks <= 64 else 4
+
+    def estimate(chunks: int) -> float:
+        waves = -(-pairs * chunks // (num_processors * resident))
+        longest = blocks if chunks == 1 else -(-(-(-blocks // chunks)) // largest) * largest
+        return max(waves * (longest + _START_BLOCKS) * resident, pairs * blocks / num_processors)
+
+    most = min(num_sub_splits(blocks * BLOCK_CELLS), max(1, 4 * num_processors * resident // pairs))
+    return min(range(1, most + 1), key=estimate)
+
+
+def _ring(layout: KVLayout, limit: int) -> tuple[int, int, int]:
+    """Stages, shared memory and CTAs on a processor; limit: shared memory of a CTA."""
+    stage = _stage_bytes(layout.k_format, layout.head_dim, is_v=False)
+    stage += _stage_bytes(layout.v_format, layout.head_dim, is_v=True)
+    for stages in range(_MAX_STAGES, 0, -1):
+        shared = stages * (stage + _BARRIER_BYTES) + _EXCHANGE_BYTES
+        if shared <= limit:
+            break
+    resident = (limit + _RESERVED_BYTES) // (shared + _RESERVED_BYTES)
+    return stages, shared, max(1, min(_MAX_RESIDENT, resident))
+
+
+def _stage_bytes(plane: PlaneFormat, head_dim: int, *, is_v: bool) -> int:
+    """A plane's part of a stage; pieces of quantized V are padded by what a warp reads of a row."""
+    row = plane.code_bytes(head_dim) + plane.scale_bytes(head_dim)
+    padding = max(16, plane.code_bytes(head_dim) // _WARPS) if is_v and plane.group_size else 0
+    return BLOCK_CELLS * row + BLOCK_CELLS // _PIECE * padding
