@@ -1,7 +1,8 @@
 """Counts a prompt's tokens at accept, so that an over-long one is refused before anything is queued.
 
 Only prompts that may be too long are built: a token stands for at least one byte, so few bytes prove that one fits. A
-turn whose parent is still open is counted by the worker that claims it.
+turn whose parent is still open is counted by the worker that claims it. Vocabularies are loaded and prompts built in a
+process of their own: a large vocabulary would hold this one's interpreter, and every reply with it, for a second.
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from gateway.errors import InvalidRequest, PromptTooLong
 from gateway.turns import TurnService
 from snapshot_store.transcript import TranscriptEntry
 from workers import registry
-from workers.prompt.builder import PromptBuilder
-from workers.prompt.bundle import TokenizerBundle
-from workers.prompt.errors import PromptError, SandboxFailure, TokenizerError
+from workers.prompt.counting import PromptCounter
+from workers.prompt.errors import BundleNeeded, PromptError, SandboxFailure, TokenizerError
 from workers.prompt.history import committed_messages, split_instructions
-from workers.prompt.sandbox import TemplateSandbox
-from workers.prompt.tokenizer import Tokenizer
 from workers.registry import ModelRecord
 from workers.turns.records import TurnRequest
 
@@ -32,17 +31,17 @@ _MAX_PATH = 4096
 
 
 class PromptSizer:
-    """Checks prompts against their model's context length. Tokenizers are kept by bundle digest."""
+    """Checks prompts against their model's context length."""
 
     def __init__(self, turns: TurnService) -> None:
         self._turns = turns
-        self._sandbox = TemplateSandbox()
-        self._builders: dict[str, PromptBuilder] = {}
-        self._loading = asyncio.Lock()
+        self._counter = PromptCounter()
+        # One at a time: prompts that wait for the counter must not take the threads that others need.
+        self._counting = asyncio.Lock()
 
     def close(self) -> None:
-        """End the template process."""
-        self._sandbox.close()
+        """End the counting process."""
+        self._counter.close()
 
     async def check(self, request: TurnRequest, model: ModelRecord, param: str) -> None:
         """Refuse a prompt that leaves no room for a reply; `param` is the request field to blame.
@@ -55,12 +54,9 @@ class PromptSizer:
         known = path[-1].prompt_tokens + len(path[-1].output_ids) if path else 0
         if known + _most_tokens(request) < model.context_length:
             return
-        builder = await self._builder(model.bundle_digest)
-        if builder is None:
-            return
         leading, following = split_instructions(request.messages)
         messages = [*leading, *committed_messages(await self._whole_path(request.tenant, path)), *following]
-        num_tokens = await asyncio.to_thread(_count, builder, messages, request, path)
+        num_tokens = await self._count(model.bundle_digest, messages, request, path)
         if num_tokens is not None and num_tokens >= model.context_length:
             raise PromptTooLong(num_tokens, model.context_length, param)
 
@@ -92,42 +88,34 @@ class PromptSizer:
         turn = await self._turns.view(tenant, turn_id)
         return None if turn is None else turn.transcript
 
-    async def _builder(self, digest: str) -> PromptBuilder | None:
-        async with self._loading:
-            if digest not in self._builders:
-                block = await self._turns.run(registry.get_bundle(digest))
-                if block is None:
-                    return None
+    async def _count(
+        self, digest: str, messages: list[dict[str, Any]], request: TurnRequest, path: Sequence[TranscriptEntry]
+    ) -> int | None:
+        """The prompt's tokens; None when only a worker can tell."""
+        count = partial(
+            self._counter.count,
+            digest,
+            messages,
+            template_time=path[-1].template_time if path else int(request.created_at),
+            tools=request.tools,
+            template_kwargs=request.template_kwargs,
+        )
+        async with self._counting:
+            try:
                 try:
-                    self._builders[digest] = await asyncio.to_thread(self._load, block)
-                except TokenizerError as error:
-                    logger.error("tokenizer bundle %s cannot be used: %s", digest[:16], error)
-                    return None
-            return self._builders[digest]
-
-    def _load(self, block: bytes) -> PromptBuilder:
-        return PromptBuilder(Tokenizer(TokenizerBundle.from_bytes(block)), self._sandbox)
+                    return await asyncio.to_thread(count)
+                except BundleNeeded:
+                    block = await self._turns.run(registry.get_bundle(digest))
+                    return None if block is None else await asyncio.to_thread(count, block=block)
+            except PromptError as error:
+                raise InvalidRequest(str(error)[:400], code="invalid_prompt", param=error.field) from error
+            except TokenizerError as error:
+                logger.error("tokenizer bundle %s cannot be used: %s", digest[:16], error)
+            except (SandboxFailure, BundleNeeded) as error:
+                logger.warning("a prompt was not counted, the worker will: %s", error)
+        return None
 
 
 def _most_tokens(request: TurnRequest) -> int:
     contents = sum(len(str(message["content"]).encode()) for message in request.messages)
     return contents + _TEMPLATE_BYTES + _TEMPLATE_BYTES_PER_MESSAGE * (len(request.messages) + 1)
-
-
-def _count(
-    builder: PromptBuilder, messages: list[dict[str, Any]], request: TurnRequest, path: Sequence[TranscriptEntry]
-) -> int | None:
-    template_time = path[-1].template_time if path else int(request.created_at)
-    try:
-        built = builder.build(
-            messages,
-            template_time=template_time,
-            tools=request.tools,
-            template_kwargs=request.template_kwargs,
-        )
-    except PromptError as error:
-        raise InvalidRequest(str(error)[:400], code="invalid_prompt", param=error.field) from error
-    except SandboxFailure as error:
-        logger.warning("a prompt was not counted, the worker will: %s", error)
-        return None
-    return len(built.ids)

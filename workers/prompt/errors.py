@@ -7,6 +7,7 @@ PromptError                    the request cannot become a prompt (the gateway a
 `-- NoChatTemplate             the model has no chat template
 TokenizerError                 a vocabulary that cannot be used (raised at load; the worker refuses to start)
 SandboxFailure                 the template process could not be started (the turn is tried elsewhere)
+BundleNeeded                   the counting process does not hold that tokenizer (it is sent, and asked again)
 """
 
 from __future__ import annotations
@@ -50,3 +51,11 @@ class TokenizerError(Exception):
 
 class SandboxFailure(Exception):
     """The template process could not be started or does not answer. The caller may try again."""
+
+
+class BundleNeeded(Exception):
+    """The counting process does not hold a tokenizer. The caller sends its bundle."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(f"bundle={digest[:16]}: not loaded")
+        self.digest = digest

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +13,9 @@ from typing import Any, Final, Protocol
 import msgpack
 
 from workers.prompt.errors import SandboxFailure, TemplateLimit, TemplateRefused
+from workers.prompt.piped_child import PipedChild
 
-MAX_ANSWER_BYTES: Final = 1 << 28
 _START_S: Final = 30.0
-_END_S: Final = 5.0
 _CHILD: Final = Path(__file__).with_name("sandbox_child.py")
 
 
@@ -51,7 +46,7 @@ class TemplateSandbox:
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self._limits = limits or SandboxLimits()
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._child: PipedChild | None = None
 
     def render(self, template: str, contexts: Sequence[dict[str, Any]], template_time: int) -> list[str]:
         """See TemplateRenderer."""
@@ -93,12 +88,12 @@ class TemplateSandbox:
                         self._end_child()  # an exchange cut short leaves its answer in the pipe
         raise TemplateLimit("chat template", "crash", "must not end the template process")
 
-    def _running_child(self) -> _Child:
+    def _running_child(self) -> PipedChild:
         if self._child is not None and self._child.is_alive():
             return self._child
         self._end_child()
         try:
-            self._child = _Child()
+            self._child = PipedChild([sys.executable, "-P", str(_CHILD)])
             self._child.exchange(msgpack.packb(asdict(self._limits)), _START_S)
         except (OSError, EOFError) as error:
             self._end_child()
@@ -109,73 +104,3 @@ class TemplateSandbox:
         child, self._child = self._child, None
         if child is not None:
             child.end()
-
-
-class _Child:
-    """The process and our ends of its pipes; sandbox_child.py describes the messages."""
-
-    def __init__(self) -> None:
-        child_input, self._input = os.pipe()
-        self._output, child_output = os.pipe()
-        try:
-            # A session of its own: Ctrl-C is for us, and our end of the pipe tells the child when to leave.
-            command = [sys.executable, "-P", str(_CHILD)]
-            self._process = subprocess.Popen(command, stdin=child_input, stdout=child_output, start_new_session=True)
-        except OSError:
-            os.close(self._input)
-            os.close(self._output)
-            raise
-        finally:
-            os.close(child_input)
-            os.close(child_output)
-        os.set_blocking(self._input, False)
-        self.is_answering = False
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def exit_status(self) -> int:
-        """Exit status of a child that closed its pipes; negative for a signal, 0 while it is still there."""
-        try:
-            return self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            return 0
-
-    def exchange(self, request: bytes, patience_s: float) -> dict[str, Any]:
-        """Send a message and return the answer. Raises TimeoutError, EOFError or BrokenPipeError."""
-        self.is_answering = True
-        deadline = time.monotonic() + patience_s
-        block = memoryview(len(request).to_bytes(4, "little") + request)
-        while block:
-            _wait(self._input, select.POLLOUT, deadline)
-            block = block[os.write(self._input, block) :]
-        size = int.from_bytes(self._read(4, deadline), "little")
-        if size > MAX_ANSWER_BYTES:
-            raise EOFError(f"an answer of {size} bytes")
-        answer: dict[str, Any] = msgpack.unpackb(self._read(size, deadline))
-        self.is_answering = False
-        return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        os.close(self._input)
-        os.close(self._output)
-        self._process.wait()
-
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
-        pieces: list[bytes] = []
-        while num_bytes:
-            _wait(self._output, select.POLLIN, deadline)
-            piece = os.read(self._output, min(num_bytes, 1 << 20))
-            if not piece:
-                raise EOFError("the template process ended")
-            pieces.append(piece)
-            num_bytes -= len(piece)
-        return b"".join(pieces)
-
-
-def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
-        raise TimeoutError

@@ -48,20 +48,20 @@ class Generation(jinja2.ext.Extension):
 def main() -> None:
     """Serve until the parent closes our input."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    limits = msgpack.unpackb(_read_frame(requests))
+    limits = msgpack.unpackb(read_frame(requests))
     memory = limits["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal would be inherited
     renderer = Renderer(limits["output_chars"])
-    _write_frame(answers, {"ready": True})
+    write_frame(answers, {"ready": True})
     while True:
-        request = msgpack.unpackb(_read_frame(requests))
+        request = msgpack.unpackb(read_frame(requests))
         # The signal's default action ends the process even inside one long C call.
         signal.setitimer(signal.ITIMER_PROF, limits["cpu_s"])
         answer = renderer.answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write_frame(answers, answer)
+        write_frame(answers, answer)
 
 
 class Renderer:
@@ -124,14 +124,16 @@ def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, 
     return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
 
 
-def _read_frame(stream: BinaryIO) -> bytes:
+def read_frame(stream: BinaryIO) -> bytes:
+    """The next message. Raises SystemExit when the parent has closed its end."""
     size = stream.read(4)
     if len(size) < 4:
         raise SystemExit(0)
     return stream.read(int.from_bytes(size, "little"))
 
 
-def _write_frame(stream: BinaryIO, answer: dict[str, Any]) -> None:
+def write_frame(stream: BinaryIO, answer: dict[str, Any]) -> None:
+    """Send one answer."""
     block = msgpack.packb(answer)
     stream.write(len(block).to_bytes(4, "little") + block)
     stream.flush()
