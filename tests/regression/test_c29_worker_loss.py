@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from tests.services import ValkeyServer
+from tests.turn_factory import MODEL
 from tests.worker_process import CeleryWorker, Fleet, wait_until
 from workers.turns import calls
 from workers.turns.events import TurnState
@@ -46,6 +49,29 @@ def test_poison_turn_fails_after_bounded_runs_and_others_proceed(fleet: Fleet, s
         "worker_crashed",
         MAX_RUNS_OF_A_POISON_TURN,
     )
+
+
+def test_prompt_that_needs_more_memory_than_there_is_fails_alone(
+    fleet: Fleet, start_worker: StartWorker, pages_server: ValkeyServer, tiny_gguf: Path
+) -> None:
+    """RLIMIT_AS makes an allocation of the prefill fail in a real worker: that turn fails, the process serves on."""
+    settings = {"model": tiny_gguf, "model_name": MODEL, "pages_url": pages_server.url, "step_rows": 4096, "threads": 1}
+    worker = start_worker("w1", app="tests.limited_worker_app", mirror_mib=64, **settings).wait_ready(60)
+    asked = {"sampling": {"temperature": 0.0, "seed": 1}, "max_tokens": 8, "ignore_eos": True}
+    huge = ({"role": "user", "content": "salt " * 1000},)
+    fleet.submit("before", **asked)
+    assert fleet.wait_end("before") == [TurnState.INCOMPLETE]
+    fleet.submit("huge", messages=huge, **asked)
+    assert fleet.wait_end("huge", timeout_s=30) == [TurnState.FAILED]
+    begun = time.monotonic()
+    fleet.submit("next", **asked)
+    assert fleet.wait_end("next") == [TurnState.INCOMPLETE]
+    assert time.monotonic() - begun < 5
+    assert "MemoryError" in worker.output.read_text(), "not exercised: no allocation failed"
+    view = fleet.control.run(calls.get_turn("local", "huge"))
+    assert view is not None and view.error is not None
+    assert (view.error["code"], view.crashes, worker.process.poll()) == ("engine_error", 0, None)
+    assert "MemoryError" not in view.error["message"]
 
 
 def test_turn_after_a_memory_error_runs_within_five_seconds(fleet: Fleet, start_worker: StartWorker) -> None:
