@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,14 +20,23 @@ from rich.table import Table
 
 from deploy.api import Api
 from deploy.chat import chat as run_chat
-from deploy.configuration import check_names, gateway_settings, settings_in_force
+from deploy.configuration import (
+    COMMAND_LINE,
+    ENVIRONMENT,
+    FILE,
+    Setting,
+    check_names,
+    gateway_settings,
+    settings_in_force,
+)
 from deploy.demo import run_demo
 from deploy.doctor import examine
-from deploy.errors import DeployError
+from deploy.errors import BadOption, DeployError
 from deploy.model_check import check_model
 from deploy.model_fetch import DEFAULT_MODEL, fetch_default_model
 from deploy.options import worker_environment
-from deploy.running import adopt_addresses
+from deploy.running import RunningStack, adopt_addresses, read_running
+from deploy.settings_file import adopt_settings_file
 from deploy.stack import Stack, StackOptions, default_directory, worker_command
 from snapshot_store.cli import app as snapshot_app
 
@@ -40,6 +50,9 @@ model_app = typer.Typer(help="Model files.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(snapshot_app, name="snapshot")
 
+_HOST, _PORT, _KEYS = "KVALET_GATEWAY_HOST", "KVALET_GATEWAY_PORT", "KVALET_GATEWAY_KEYS_FILE"
+_GRACE = "KVALET_DRAIN_GRACE_S"
+
 _out = Console()
 _err = Console(stderr=True)
 
@@ -47,7 +60,8 @@ BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_BASE_URL", help="B
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="KVALET_API_KEY", help="API key, if keys are in use.")]
 Model = Annotated[Path | None, typer.Option("--model", help="GGUF file or safetensors folder; default: SmolLM2.")]
 KvFormat = Annotated[str | None, typer.Option("--kv", help="Cache format: f16, int8, q4 or k8v4.")]
-Keys = Annotated[Path | None, typer.Option("--keys", help="API keys file; needed to listen beyond loopback.")]
+Keys = Annotated[Path | None, typer.Option("--keys", envvar=_KEYS, help="API keys file, to listen beyond loopback.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder for control's data, logs and pid files.")]
 Control = Annotated[str | None, typer.Option("--control", help="URL of an existing control server.")]
 Pages = Annotated[str | None, typer.Option("--pages", help="URL of an existing pages server.")]
 Slots = Annotated[int | None, typer.Option("--slots", help="Turns that one worker runs at once.")]
@@ -60,23 +74,31 @@ Attest = Annotated[str | None, typer.Option("--attest", help="always, sampled or
 
 
 @app.callback()
-def main(context: typer.Context) -> None:
+def main(
+    context: typer.Context,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--settings", envvar="KVALET_SETTINGS_FILE", help="File of KVALET_NAME=value lines."),
+    ] = None,
+) -> None:
     """Parks LLM conversations and brings them back on any worker."""
+    context.obj = frozenset() if settings is None else adopt_settings_file(settings, os.environ)
     if context.invoked_subcommand in ("chat", "status", "snapshot"):
         adopt_addresses(default_directory())
 
 
 @app.command()
 def up(
+    call: typer.Context,
     workers: Annotated[int, typer.Option("--workers", min=0, max=64, help="How many; 0: elsewhere.")] = 2,
     model: Model = None,
     kv: KvFormat = None,
     control: Control = None,
     pages: Pages = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option("--host", envvar=_HOST, help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", envvar=_PORT, min=0, max=65535, help="0 takes a free one.")] = 0,
     keys: Keys = None,
-    data: Annotated[Path | None, typer.Option("--data", help="Folder for control's data, logs and pid files.")] = None,
+    data: Data = None,
     slots: Slots = None,
     threads: Threads = None,
     mirror_mib: MirrorMib = None,
@@ -85,7 +107,7 @@ def up(
     restore: Restore = None,
     attest: Attest = None,
     pages_mib: Annotated[int, typer.Option("--pages-mib", min=64, help="Cap of the embedded pages server.")] = 2048,
-    grace_s: Annotated[float, typer.Option("--grace-s", min=0, help="Seconds that workers may drain.")] = 20.0,
+    grace_s: Annotated[float, typer.Option("--grace-s", envvar=_GRACE, min=0, help="Seconds to drain.")] = 20.0,
 ) -> None:
     """Run everything in the foreground: servers, gateway and workers. Ctrl-C parks and stops."""
     environment = worker_environment(
@@ -95,6 +117,7 @@ def up(
     options = StackOptions(
         directory=data or default_directory(), num_workers=workers, host=host, port=port, keys_file=keys,
         control_url=control, pages_url=pages, pages_mib=pages_mib, grace_s=grace_s, environment=environment,
+        sources=_sources(call), from_file=call.obj,
     )  # fmt: skip
     check_names(os.environ)
     gateway_settings(host=host, port=port, keys_file=keys)
@@ -203,15 +226,23 @@ def gateway(
 
 
 @app.command()
-def config() -> None:
-    """Print the settings in force and where each comes from, as lines that an environment file takes."""
-    process = ""
-    for setting in settings_in_force():
-        if setting.process != process:
-            process = setting.process
-            _out.print(f"# {process}", highlight=False)
-        line = f"{setting.variable}={setting.value}"
-        _out.print(f"{line:<60} # {setting.source}", highlight=False, markup=False, soft_wrap=True)
+def config(
+    call: typer.Context,
+    data: Data = None,
+    running: Annotated[bool, typer.Option("--running", help="Those of the running `kvalet up` instead.")] = False,
+) -> None:
+    """Print the settings in force and where each comes from, as lines that a settings file takes.
+
+    When `kvalet up` runs, comments at the end say where the settings that it gave its processes differ.
+    """
+    directory = data or default_directory()
+    stack = read_running(directory)
+    if running and stack is None:
+        raise BadOption("--running", str(directory), "no `kvalet up` runs on this data folder")
+    here = settings_in_force(call.obj)
+    _print_settings(stack.settings if running and stack else here)
+    if stack is not None and not running:
+        _print_differences(stack, here)
 
 
 @app.command()
@@ -244,6 +275,41 @@ def run() -> None:
     except DeployError as error:
         _err.print(f"[red]kvalet:[/] {error}", highlight=False, soft_wrap=True, markup=True)
         sys.exit(error.exit_code)
+
+
+def _sources(call: typer.Context) -> dict[str, str]:
+    """Where options of `up` come from that children get as variables, as far as the user gave them."""
+    variables = {
+        "host": _HOST, "port": _PORT, "keys": _KEYS, "grace_s": _GRACE,
+        "control": "KVALET_CONTROL_URL", "pages": "KVALET_PAGES_URL",
+    }  # fmt: skip
+    sources: dict[str, str] = {}
+    for option, variable in variables.items():
+        source = call.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE":
+            sources[variable] = COMMAND_LINE
+        elif source is not None and source.name == "ENVIRONMENT":
+            sources[variable] = FILE if variable in call.obj else ENVIRONMENT
+    return sources
+
+
+def _print_settings(settings: Sequence[Setting]) -> None:
+    process = ""
+    for setting in settings:
+        if setting.process != process:
+            process = setting.process
+            _out.print(f"# {process}", highlight=False)
+        line = f"{setting.variable}={setting.value}"
+        _out.print(f"{line:<60} # {setting.source}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_differences(stack: RunningStack, here: Sequence[Setting]) -> None:
+    values = {setting.variable: setting.value for setting in here}
+    _out.print(f"# running: `kvalet up`, process {stack.pid}; `kvalet config --running` prints all", highlight=False)
+    for setting in stack.settings:
+        if values.get(setting.variable) != setting.value:
+            line = f"#   {setting.process} {setting.variable}={setting.value}"
+            _out.print(f"{line:<60} # {setting.source}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _report(message: str) -> None:

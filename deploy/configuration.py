@@ -1,10 +1,10 @@
-"""Settings in force for every process that the command starts: from the environment, checked before anything starts."""
+"""Settings in force for every process that the command starts, and where each comes from; checked before the start."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ValidationError
@@ -15,13 +15,15 @@ from gateway.settings import OWN_PREFIX, GatewaySettings, SettingsError, load_se
 from workers.settings import WorkerSettings
 
 PREFIX = "KVALET_"
-CLIENT_VARIABLES = frozenset({"KVALET_BASE_URL", "KVALET_API_KEY"})
-"""Read by commands that talk to a running service."""
+COMMAND_VARIABLES = frozenset({"KVALET_BASE_URL", "KVALET_API_KEY", "KVALET_SETTINGS_FILE"})
+"""Read by the command itself."""
+COMMAND_LINE, ENVIRONMENT, FILE, SUPERVISOR, DEFAULT = "command line", "environment", "file", "kvalet up", "default"
+"""Where a value comes from, the first that has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value in force. `source`: environment or default."""
+    """One value in force. `source`: command line, environment, file, kvalet up (what it gives a child) or default."""
 
     process: str
     variable: str
@@ -29,15 +31,53 @@ class Setting:
     source: str
 
 
-def settings_in_force() -> list[Setting]:
-    """Every setting of worker and gateway. Raises BadOption or BadSetting naming a variable."""
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a process is given besides its environment.
+
+    overlay: variables laid over the environment. overlay_sources: where those come from; others are the supervisor's.
+    from_file: variables of the environment that were read from a settings file.
+    """
+
+    overlay: Mapping[str, str] = field(default_factory=dict)
+    overlay_sources: Mapping[str, str] = field(default_factory=dict)
+    from_file: frozenset[str] = frozenset()
+
+    def source(self, variable: str) -> str:
+        """Where a variable's value comes from."""
+        if variable in self.overlay:
+            return self.overlay_sources.get(variable, SUPERVISOR)
+        if variable in os.environ:
+            return FILE if variable in self.from_file else ENVIRONMENT
+        return DEFAULT
+
+
+def settings_in_force(from_file: frozenset[str] = frozenset()) -> list[Setting]:
+    """Every setting of worker and gateway. from_file: variables that a settings file set.
+
+    Raises BadOption or BadSetting naming a variable.
+    """
     check_names(os.environ)
+    given = Given(from_file=from_file)
+    return [*worker_rows("worker", given), *gateway_rows("gateway", given)]
+
+
+def worker_rows(process: str, given: Given) -> list[Setting]:
+    """Settings of a worker process. Raises BadOption naming a variable."""
+    overlay = {name: given.overlay.get(PREFIX + name.upper()) for name in WorkerSettings.model_fields}
     try:
-        worker = WorkerSettings()
+        settings = WorkerSettings(**{name: value for name, value in overlay.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
         raise _bad_value(error) from error
-    gateway = gateway_settings()
-    return [*_rows("worker", PREFIX, worker), *_rows("gateway", OWN_PREFIX, gateway)]
+    return _rows(process, PREFIX, settings, given.source)
+
+
+def gateway_rows(process: str, given: Given) -> list[Setting]:
+    """Settings of a gateway process. Raises BadSetting naming a variable."""
+    names = [name for name in GatewaySettings.model_fields if name != "control_url"]
+    overlay = {name: given.overlay.get(OWN_PREFIX + name.upper()) for name in names}
+    settings = gateway_settings(**overlay, control_url=given.overlay.get("KVALET_CONTROL_URL"))
+    return _rows(process, OWN_PREFIX, settings, given.source)
 
 
 def gateway_settings(**overrides: object) -> GatewaySettings:
@@ -52,20 +92,24 @@ def gateway_settings(**overrides: object) -> GatewaySettings:
 
 def check_names(environment: Mapping[str, str]) -> None:
     """Raises BadOption for a KVALET_ variable that no process knows."""
-    known = CLIENT_VARIABLES | {PREFIX + name.upper() for name in WorkerSettings.model_fields}
-    known |= {OWN_PREFIX + name.upper() for name in GatewaySettings.model_fields}
+    known = known_variables()
     for variable in sorted(environment):
         if variable.startswith(PREFIX) and variable not in known:
             raise BadOption(variable, environment[variable], "no such setting; `kvalet config` lists all")
 
 
-def _rows(process: str, prefix: str, settings: BaseModel) -> list[Setting]:
+def known_variables() -> frozenset[str]:
+    """Every KVALET_ variable that some process reads."""
+    worker = {PREFIX + name.upper() for name in WorkerSettings.model_fields}
+    return COMMAND_VARIABLES | worker | {OWN_PREFIX + name.upper() for name in GatewaySettings.model_fields}
+
+
+def _rows(process: str, prefix: str, settings: BaseModel, source: Callable[[str], str]) -> list[Setting]:
     rows = []
     for name in type(settings).model_fields:
         # The server of turns is one for all processes and has one name.
         variable = "KVALET_CONTROL_URL" if name == "control_url" else prefix + name.upper()
-        source = "environment" if variable in os.environ else "default"
-        rows.append(Setting(process, variable, _shown(getattr(settings, name)), source))
+        rows.append(Setting(process, variable, _shown(getattr(settings, name)), source(variable)))
     return rows
 
 

@@ -49,7 +49,7 @@ class ChildProcess:
                 # An own session: Ctrl-C in the terminal reaches only the supervisor, which stops children in order.
                 start_new_session=True,
             )
-        spec.pid_file.write_text(f"{self.pid} {_start_ticks(self.pid)}\n")
+        spec.pid_file.write_text(f"{self.pid} {start_ticks(self.pid)}\n")
 
     @property
     def pid(self) -> int:
@@ -121,7 +121,7 @@ def end_leftover(pid_file: Path) -> int | None:
     except (FileNotFoundError, ValueError):
         pid_file.unlink(missing_ok=True)
         return None
-    leftover = _start_ticks(pid) == ticks
+    leftover = start_ticks(pid) == ticks
     if leftover:
         _kill_group(pid)
         _wait_gone(pid, ticks)
@@ -136,11 +136,11 @@ def _kill_group(pid: int) -> None:
 
 def _wait_gone(pid: int, ticks: int, timeout_s: float = 5.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while _start_ticks(pid) == ticks and time.monotonic() < deadline:
+    while start_ticks(pid) == ticks and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """Start time of a live process in clock ticks since boot; -1 when there is none (a zombie counts as none)."""
     try:
         # The command name may hold spaces and parentheses: fields are counted behind the last one.

@@ -1,34 +1,62 @@
-"""Where a running `kvalet up` is: a small file beside its sockets, so that other commands need no addresses."""
+"""What a running `kvalet up` is: a small file beside its sockets, so that other commands need no addresses."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_NAME = "addresses.json"
+from deploy.configuration import Setting
+from deploy.process import start_ticks
+
+_NAME = "running.json"
 
 
-def write_addresses(directory: Path, addresses: Mapping[str, str]) -> None:
-    """Say what runs on `directory`: values by the environment variable that commands read."""
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """pid: of the supervisor. addresses: by the environment variable that commands read. settings: of its children."""
+
+    pid: int
+    addresses: Mapping[str, str]
+    settings: tuple[Setting, ...]
+
+
+def write_running(directory: Path, addresses: Mapping[str, str], settings: Sequence[Setting]) -> None:
+    """Say that this process runs a stack on `directory`."""
     path = directory / _NAME
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(dict(addresses)))
+    content = {
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "addresses": dict(addresses),
+        "settings": [asdict(setting) for setting in settings],
+    }
+    part.write_text(json.dumps(content))
     part.chmod(0o600)
     part.replace(path)
 
 
-def forget_addresses(directory: Path) -> None:
+def forget_running(directory: Path) -> None:
     """The stack on `directory` has ended."""
     (directory / _NAME).unlink(missing_ok=True)
 
 
+def read_running(directory: Path) -> RunningStack | None:
+    """The stack on `directory`; None when there is none, or only what a killed one left behind."""
+    try:
+        content = json.loads((directory / _NAME).read_text())
+        if start_ticks(content["pid"]) != content["start_ticks"]:
+            return None
+        settings = tuple(Setting(**setting) for setting in content["settings"])
+        return RunningStack(content["pid"], content["addresses"], settings)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def adopt_addresses(directory: Path) -> None:
     """Take the addresses of the stack on `directory` for every variable that is not set."""
-    try:
-        addresses = json.loads((directory / _NAME).read_text())
-    except (OSError, ValueError):
-        return
-    for variable, value in addresses.items():
+    running = read_running(directory)
+    for variable, value in running.addresses.items() if running else ():
         os.environ.setdefault(variable, value)

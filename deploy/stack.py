@@ -18,10 +18,11 @@ import httpx
 import redis
 
 from deploy.compile_progress import CompileProgress
+from deploy.configuration import COMMAND_LINE, Given, Setting, gateway_rows, worker_rows
 from deploy.embedded import EmbeddedSpec, Role, child_spec, free_port, wait_answering
 from deploy.errors import BadOption, StackInUse
 from deploy.process import ChildSpec
-from deploy.running import forget_addresses, write_addresses
+from deploy.running import forget_running, write_running
 from deploy.supervisor import RestartPolicy, Supervisor
 from workers.dispatch import Dispatcher
 from workers.registry import WorkerRecord, list_workers
@@ -37,7 +38,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What to run. Without URLs, servers are embedded. `environment` holds KVALET_* values for every child."""
+    """What to run. Without URLs, servers are embedded. `environment` holds KVALET_* values for every child.
+
+    sources: where host, port and the like come from, by the variable that children get them as, if the user gave them.
+    from_file: variables of our environment that a settings file set.
+    """
 
     directory: Path
     num_workers: int = 2
@@ -51,6 +56,8 @@ class StackOptions:
     grace_s: float = 20.0
     ready_timeout_s: float = 180.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    from_file: frozenset[str] = frozenset()
 
 
 class Stack:
@@ -61,6 +68,7 @@ class Stack:
         self._report = report
         self._supervisor = Supervisor(RestartPolicy(), self._on_reaped)
         self._lock: IO[str] | None = None
+        self._settings: list[Setting] = []
         self._sockets = _socket_directory(options.directory)
         self.port = options.port or free_port()
         self.control_url = options.control_url or ""
@@ -85,7 +93,7 @@ class Stack:
             self._start_servers()
             self._start_gateway()
             self._start_workers()
-            write_addresses(self.options.directory, self._addresses())
+            write_running(self.options.directory, self._addresses(), self._settings)
         except BaseException:
             self._supervisor.kill()
             self._let_go()
@@ -135,7 +143,7 @@ class Stack:
         return self.options.directory / "logs" / f"{name}.log"
 
     def _let_go(self) -> None:
-        forget_addresses(self.options.directory)
+        forget_running(self.options.directory)
         if self._sockets.parent != self.options.directory:
             shutil.rmtree(self._sockets, ignore_errors=True)
         if self._lock is not None:
@@ -184,7 +192,9 @@ class Stack:
         environment = {"KVALET_GATEWAY_HOST": self.options.host, "KVALET_GATEWAY_PORT": str(self.port)}
         if self.options.keys_file is not None:
             environment["KVALET_GATEWAY_KEYS_FILE"] = str(self.options.keys_file.absolute())
-        self._supervisor.start(self._child("gateway", argv, environment, grace_s=15.0))
+        child = self._child("gateway", argv, environment, grace_s=15.0)
+        self._settings += gateway_rows("gateway", self._given(child))
+        self._supervisor.start(child)
 
     def _start_workers(self) -> None:
         for worker_id in self.worker_ids:
@@ -192,7 +202,9 @@ class Stack:
             argv = worker_command(worker_id)
             environment = {"KVALET_WORKER_ID": worker_id, "KVALET_DRAIN_GRACE_S": str(self.options.grace_s)}
             # The worker ends itself after its grace time; the kill is for one that hangs.
-            self._supervisor.start(self._child(worker_id, argv, environment, self.options.grace_s + 10.0))
+            child = self._child(worker_id, argv, environment, self.options.grace_s + 10.0)
+            self._settings += worker_rows(worker_id, self._given(child))
+            self._supervisor.start(child)
         compiling = CompileProgress([self.log_of(worker_id) for worker_id in self.worker_ids], self._report)
 
         def is_ready() -> bool:
@@ -207,10 +219,17 @@ class Stack:
             "PYTHONUNBUFFERED": "1",
             "KVALET_CONTROL_URL": self.control_url,
             "KVALET_PAGES_URL": self.pages_url,
-            "KVALET_THREADS": str(_threads_per_worker(self.options.num_workers)),
         }
+        if "KVALET_THREADS" not in os.environ:
+            shared["KVALET_THREADS"] = str(_threads_per_worker(self.options.num_workers))
         full = {**shared, **self.options.environment, **environment}
         return ChildSpec(name, argv, full, self.log_of(name), self._pid_file(name), grace_s)
+
+    def _given(self, child: ChildSpec) -> Given:
+        """Where a child's settings come from."""
+        options = self.options
+        sources = {**dict.fromkeys(options.environment, COMMAND_LINE), **options.sources}
+        return Given(child.environment, sources, options.from_file)
 
     def _pid_file(self, name: str) -> Path:
         return self.options.directory / "run" / f"{name}.pid"

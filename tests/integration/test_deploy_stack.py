@@ -18,7 +18,7 @@ import pytest
 from deploy.api import Api
 from deploy.conversation import Conversation, default_model
 from deploy.errors import BadOption, StackInUse, StartFailed
-from deploy.running import adopt_addresses
+from deploy.running import adopt_addresses, read_running
 from deploy.stack import Stack, StackOptions
 from tests.fleet import tiny_model
 from workers.registry import list_workers
@@ -241,3 +241,22 @@ def test_addresses_of_a_running_stack_are_found_and_forgotten(
         monkeypatch.delenv(name)
     adopt_addresses(folder)
     assert [os.environ.get(name) for name in names] == [None, None, None]
+
+
+def test_running_stack_tells_what_it_gave_its_processes_and_why(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVALET_THREADS", "1")
+    monkeypatch.setenv("KVALET_SWEEP_S", "2")
+    options = options_in(folder, model, num_workers=1, from_file=frozenset({"KVALET_SWEEP_S"}))
+    with Stack(options, lambda _: None) as stack:
+        running = read_running(folder)
+    assert running is not None
+    found = {(s.process, s.variable): (s.value, s.source) for s in running.settings}
+    assert found["w1", "KVALET_MODEL"] == (str(model), "command line")
+    assert found["w1", "KVALET_WORKER_ID"] == ("w1", "kvalet up")
+    assert found["w1", "KVALET_THREADS"] == ("1", "environment")
+    assert found["w1", "KVALET_SWEEP_S"] == ("2.0", "file")
+    assert found["w1", "KVALET_KV_FORMAT"] == ("k8v4", "default")
+    assert found["gateway", "KVALET_GATEWAY_PORT"] == (str(stack.port), "kvalet up")
+    assert read_running(folder) is None
