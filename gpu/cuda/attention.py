@@ -49,7 +49,8 @@ DECODE: Final = KernelSource(
     "attention_decode.cu",
     (KernelEntry("attention_decode", (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32)),),
     parameters=(
-        "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "STAGES", "SHARED_BYTES", "RESIDENT",
+        "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "STAGES", "SHARED_BYTES",
+        "RESIDENT",
     ),
     samples=(
         *(_decode_sample(128, 32, 8, k, v) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
@@ -135,7 +136,7 @@ class DecodeAttention:
         for name, value in (("num_rows", num_rows), ("num_tiles", num_tiles), ("max_length", max_length)):
             if value < 1:
                 raise PlanError(f"attention.{name}", value, "must be positive")
-        blocks = -(-max_length // BLOCK_CELLS)
+        blocks = _ceil_div(max_length, BLOCK_CELLS)
         chunks = choose_chunks(
             num_tiles * self.layout.num_kv_heads, blocks, self._num_processors, resident=self._resident
         )
@@ -144,7 +145,7 @@ class DecodeAttention:
             tile_rows=min(tile_rows or self.tile_rows, num_rows),
             chunks=chunks,
             max_splits=num_sub_splits(max_length),
-            fold_warps=min(_MAX_FOLD_WARPS, -(-blocks // GROUP_BLOCKS)),
+            fold_warps=min(_MAX_FOLD_WARPS, _ceil_div(blocks, GROUP_BLOCKS)),
             unsettled=num_rows - 1,
             scratch_rows=num_rows,
         )
@@ -170,23 +171,38 @@ class DecodeAttention:
         queries: (rows, num_heads, head_dim) f16 as append leaves them. activations: bf16 of width num_heads * head_dim
         in `activation_layout`; the tiles' rows are written.
         """
-        statistics = scratch + self._partials_bytes(plan)
-        decode = self._library.get(DECODE, "attention_decode", self._decode_variant())
-        decode.launch(
-            stream,
-            (plan.chunks, self.layout.num_kv_heads, plan.num_tiles),
-            32 * _WARPS,
-            (queries, tables.page_table, tables.tiles, scratch, statistics, layer, tables.max_pages, plan.max_splits,
-             plan.unsettled),
-            self._shared,
+        self.attend(stream, layer, plan, tables, queries=queries, scratch=scratch)
+        self.fold(stream, plan, tables, scratch=scratch, activations=activations, activation_layout=activation_layout)
+
+    def attend(
+        self, stream: Any, layer: int, plan: DecodePlan, tables: AttentionTables, *, queries: int, scratch: int
+    ) -> None:
+        """Queue the first half of `launch`: partial results of sub-splits into scratch."""
+        arguments = (
+            queries, tables.page_table, tables.tiles, scratch, scratch + self._partials_bytes(plan), layer,
+            tables.max_pages, plan.max_splits, plan.unsettled,
         )  # fmt: skip
-        fold = self._library.get(FOLD, "attention_fold", self._fold_variant(plan, activation_layout))
-        fold.launch(
-            stream,
-            (plan.tile_rows, self.num_heads, plan.num_tiles),
-            32 * plan.fold_warps,
-            (tables.tiles, scratch, statistics, activations, plan.chunks, plan.max_splits),
-        )
+        grid = (plan.chunks, self.layout.num_kv_heads, plan.num_tiles)
+        kernel = self._library.get(DECODE, "attention_decode", self._decode_variant())
+        kernel.launch(stream, grid, 32 * _WARPS, arguments, self._shared)
+
+    def fold(
+        self,
+        stream: Any,
+        plan: DecodePlan,
+        tables: AttentionTables,
+        *,
+        scratch: int,
+        activations: int,
+        activation_layout: ActivationLayout,
+    ) -> None:
+        """Queue the second half of `launch`: partial results to activations."""
+        arguments = (
+            tables.tiles, scratch, scratch + self._partials_bytes(plan), activations, plan.chunks, plan.max_splits,
+        )  # fmt: skip
+        grid = (plan.tile_rows, self.num_heads, plan.num_tiles)
+        kernel = self._library.get(FOLD, "attention_fold", self._fold_variant(plan, activation_layout))
+        kernel.launch(stream, grid, 32 * plan.fold_warps, arguments)
 
     def _partials_bytes(self, plan: DecodePlan) -> int:
         return plan.scratch_rows * self.num_heads * plan.max_splits * self.layout.head_dim * 4
@@ -218,7 +234,7 @@ class DecodeAttention:
 
 def num_sub_splits(length: int) -> int:
     """Sub-splits of `length` cells: blocks 0-15 one each, 16-63 two each, then four each."""
-    last = -(-length // BLOCK_CELLS) - 1
+    last = _ceil_div(length, BLOCK_CELLS) - 1
     if last < 16:
         return last + 1
     return (16 + (last - 16) // 2 if last < 64 else 40 + (last - 64) // 4) + 1
@@ -232,12 +248,16 @@ def choose_chunks(pairs: int, blocks: int, num_processors: int, *, resident: int
     largest = 1 if blocks <= 16 else 2 if blocks <= 64 else 4
 
     def estimate(chunks: int) -> float:
-        waves = -(-pairs * chunks // (num_processors * resident))
-        longest = blocks if chunks == 1 else -(-(-(-blocks // chunks)) // largest) * largest
+        waves = _ceil_div(pairs * chunks, num_processors * resident)
+        longest = blocks if chunks == 1 else _ceil_div(_ceil_div(blocks, chunks), largest) * largest
         return max(waves * (longest + _START_BLOCKS) * resident, pairs * blocks / num_processors)
 
     most = min(num_sub_splits(blocks * BLOCK_CELLS), max(1, 4 * num_processors * resident // pairs))
     return min(range(1, most + 1), key=estimate)
+
+
+def _ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
 
 
 def _ring(layout: KVLayout, limit: int) -> tuple[int, int, int]:
