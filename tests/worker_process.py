@@ -55,6 +55,14 @@ class CeleryWorker:
         return self.process.wait(timeout_s)
 
 
+def real_worker_settings(pages: ValkeyServer, model: Path, **settings: object) -> dict[str, object]:
+    """Settings that make a CeleryWorker of `workers.celery_app` serve a model file as `test`."""
+    return {
+        "pages_url": pages.url, "model": model, "model_name": "test", "threads": 1, "mirror_mib": 64,
+        "restore": "always", **settings,
+    }  # fmt: skip
+
+
 class Fleet:
     """What a gateway does: accept, send, ask for the state."""
 
