@@ -18,7 +18,7 @@ import numba
 from gpu.warm_up import COMPILED
 
 ENVIRONMENT = "NUMBA_CACHE_DIR"
-_PROGRESS_S = 2.0
+_PROGRESS_S = 5.0
 _log = logging.getLogger(__name__)
 
 
