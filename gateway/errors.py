@@ -171,10 +171,14 @@ class Unavailable(ApiError):
     status = 503
     kind = "service_unavailable_error"
 
+    def __init__(self, message: str, *, code: str, retry_after_s: int = 2) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
     @property
     def headers(self) -> dict[str, str]:
-        """A short pause before the next try."""
-        return {"Retry-After": "2"}
+        """Retry-After in whole seconds."""
+        return {"Retry-After": str(self.retry_after_s)}
 
 
 class TimedOut(ApiError):

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _QUIET_S = 2.0
+_FULL_RETRY_S = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class TurnService:
     async def submit(self, request: TurnRequest, idempotency: Idempotency | None) -> Submitted:
         """Accept a turn once and send its message; the sweeper covers a message that is lost.
 
-        Raises Overloaded (queue or memory full), Conflict (the key was used with another body), NotFound (no such
+        Raises Overloaded (queue full), Conflict (the key was used with another body), NotFound (no such
         parent or conversation in the tenant), InvalidRequest (a parent that failed, a worker that is not there),
         Unavailable.
         """
@@ -254,7 +255,7 @@ def _raise_refusal(outcome: AcceptOutcome, request: TurnRequest) -> None:
     if kind is AcceptKind.QUEUE_FULL:
         raise Overloaded("the queue is full; try again later", outcome.retry_after_s, code="queue_full")
     if kind is AcceptKind.MEMORY_FULL:
-        raise Overloaded("control is short of memory; try again later", outcome.retry_after_s, code="control_full")
+        raise _control_full(outcome.retry_after_s)
     if kind is AcceptKind.KEY_CONFLICT:
         raise Conflict(
             "this idempotency key was used with another request body",
@@ -288,9 +289,13 @@ def _raise_refusal(outcome: AcceptOutcome, request: TurnRequest) -> None:
         )
 
 
+def _control_full(retry_after_s: int) -> Unavailable:
+    return Unavailable("control is short of memory; try again later", code="control_full", retry_after_s=retry_after_s)
+
+
 def _api_error(error: TurnControlError) -> ApiError:
     if isinstance(error, ControlFull):
-        return Overloaded("control is short of memory; try again later", 5, code="control_full")
+        return _control_full(_FULL_RETRY_S)
     if isinstance(error, ControlUnavailable | DurabilityLost):
         return Unavailable("turn control is out of reach for now", code="control_unavailable")
     if isinstance(error, BadTurnData):

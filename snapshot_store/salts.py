@@ -9,14 +9,14 @@ import redis
 from snapshot_store.chain import SALT_BYTES
 from snapshot_store.errors import BadKeyPart, StoreUnreachable
 from snapshot_store.keys import salt_key
+from snapshot_store.lua import script
 
 
 def tenant_salt(control: redis.Redis, tenant: str) -> bytes:
     """The tenant's 32-byte salt, drawn and kept on control at the first call. Raises BadKeyPart, StoreUnreachable."""
     key = salt_key(tenant)
     try:
-        control.set(key, secrets.token_bytes(SALT_BYTES), nx=True)
-        return _checked(key, control.get(key))
+        return _checked(key, control.eval(script("tenant_salt").decode(), 1, key, secrets.token_bytes(SALT_BYTES)))
     except redis.RedisError as error:
         raise StoreUnreachable(f"control: {error}") from error
 

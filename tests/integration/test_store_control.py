@@ -80,6 +80,15 @@ def test_salt_drawn_by_many_at_once_is_one(control_server: ValkeyServer) -> None
     assert len(set(salts)) == 1
 
 
+def test_salt_of_a_new_tenant_is_kept_on_a_server_without_memory(control: redis.Redis) -> None:
+    control.config_set("maxmemory", 1)
+    try:
+        drawn = tenant_salt(control, "local")
+        assert existing_salt(control, "local") == drawn
+    finally:
+        control.config_set("maxmemory", 0)
+
+
 def test_existing_salt_of_a_new_tenant_draws_none(control: redis.Redis) -> None:
     assert existing_salt(control, "local") is None
     assert control.exists(salt_key("local")) == 0
