@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
+from gpu.cuda.weight_packing import PackedStorage
 from gpu.errors import LayoutError
 from gpu.kv_kernels import RopeTable
 from gpu.layout import KVLayout
@@ -65,14 +67,14 @@ ROWS: Final = KernelSource(
     (KernelEntry("rms_norm", (_P, _P, _F32, _P, _P)),),
     parameters=("HIDDEN", "ACTIVATION_LAYOUT"),
     samples=tuple(
-        {"HIDDEN": hidden, "ACTIVATION_LAYOUT": layout} for hidden in (576, 4096, 16384) for layout in (0, 1)
+        {"HIDDEN": hidden, "ACTIVATION_LAYOUT": layout} for hidden in (576, 4096, 16384) for layout in ActivationLayout
     ),
 )
 EMBEDDING: Final = KernelSource(
     "embedding.cu",
     (KernelEntry("embed_tokens", (_P, _P, _P, _P, _P)),),
     parameters=("HIDDEN", "STORAGE"),
-    samples=tuple({"HIDDEN": 4096, "STORAGE": storage} for storage in range(3)),
+    samples=tuple({"HIDDEN": 4096, "STORAGE": storage} for storage in PackedStorage),
 )
 PUBLISH: Final = KernelSource("publish.cu", (KernelEntry("publish_step", (_P, _P, _I32, _P, _I32)),))
 SOURCES: Final = (APPEND, PAGES, ROWS, EMBEDDING, PUBLISH)
@@ -109,14 +111,14 @@ class DeviceRope:
     sines: int
     rope_dim: int
 
-
-def check_rope(table: RopeTable, head_dim: int) -> None:
-    """Raise LayoutError for a table that the append kernel cannot use."""
-    step = head_dim // 16
-    if table.pairing != "half":
-        raise LayoutError("rope pairing", table.pairing, "must be 'half' on CUDA")
-    if table.rope_dim % step or table.rope_dim > head_dim:
-        raise LayoutError("rope_dim", table.rope_dim, f"must be a multiple of {step} up to {head_dim} on CUDA")
+    @staticmethod
+    def check(table: RopeTable, head_dim: int) -> None:
+        """Raise LayoutError for a table that the append kernel cannot use."""
+        step = head_dim // 16
+        if table.pairing != "half":
+            raise LayoutError("rope pairing", table.pairing, "must be 'half' on CUDA")
+        if table.rope_dim % step or table.rope_dim > head_dim:
+            raise LayoutError("rope_dim", table.rope_dim, f"must be a multiple of {step} up to {head_dim} on CUDA")
 
 
 class CellKernels:
@@ -221,13 +223,13 @@ def rms_norm(
     weight: int,
     eps: float,
     activations: int,
-    activation_layout: int,
+    activation_layout: ActivationLayout,
     row_indices: int = 0,
 ) -> None:
     """Queue the RMSNorm of residual rows.
 
-    residual: (rows, hidden_size) f32. weight: (hidden_size,) f32. activations: bf16 in `activation_layout` (0 FRAGMENT,
-    1 TILE), rows 0 .. num_rows - 1 are written. row_indices: (num_rows,) i32, the residual row of each, negative to
+    residual: (rows, hidden_size) f32. weight: (hidden_size,) f32. activations: bf16 in `activation_layout`, rows
+    0 .. num_rows - 1 are written. row_indices: (num_rows,) i32, the residual row of each, negative to
     leave one out; 0 takes them in order. Raises LayoutError for a width that is no multiple of 64 up to 16384.
     """
     if hidden_size % 64 or not 0 < hidden_size <= 16384:
@@ -244,7 +246,7 @@ def embed_tokens(
     num_rows: int,
     *,
     matrix: int,
-    storage: int,
+    storage: PackedStorage,
     token_ids: int,
     slots: int,
     last_tokens: int,
@@ -252,7 +254,7 @@ def embed_tokens(
 ) -> None:
     """Queue the gather of embedding rows into the residual stream.
 
-    matrix: packed weights (vocab_size, hidden_size), storage 0 bf16, 1 int8, 2 int4. token_ids: (num_rows,) i32, -1
+    matrix: packed weights (vocab_size, hidden_size). token_ids: (num_rows,) i32, -1
     stands for last_tokens[slots[row]]. residual: (num_rows, hidden_size) f32, written; zeros for slot -1.
     """
     kernel = library.get(EMBEDDING, "embed_tokens", {"HIDDEN": hidden_size, "STORAGE": storage})

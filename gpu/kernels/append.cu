@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS)
     const int row = blockIdx.y, head = blockIdx.x * APPEND_WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     const bool skipped = head >= ALL_HEADS || slots[row] < 0;
     const bool is_query = head < NUM_HEADS, is_v = head >= NUM_HEADS + NUM_KV_HEADS;
-    const int position = positions[row];
+    const int position = positions[row], entry = entries[row];
+    const u64 mirror = MIRROR_IN_KERNEL ? mirror_pages[row] : 0, device = device_pages[row];
     RopeFactors<VALUES, ROPE_DIM> rope;
     if (!skipped && !is_v) rope.load(cosines, sines, position);
     wait_previous_kernel();
@@ -62,10 +63,9 @@ extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS)
         store_query(x, queries + ((size_t)row * NUM_HEADS + head) * HEAD_DIM);
         return;
     }
-    const u64 mirror = MIRROR_IN_KERNEL ? mirror_pages[row] : 0, device = device_pages[row];
     const u64 plane = layer_offset + (is_v ? Layer::V_CODES : Layer::K_CODES);
-    const int kv_head = head - NUM_HEADS - (is_v ? NUM_KV_HEADS : 0), entry = entries[row];
     const int scales = is_v ? Layer::V_SCALES - Layer::V_CODES : Layer::K_SCALES;
+    const int kv_head = head - NUM_HEADS - (is_v ? NUM_KV_HEADS : 0);
     const CellPlace cell{mirror ? mirror + plane : 0, device ? device + plane : 0,
                          (u32)(kv_head * PAGE_SIZE + position % PAGE_SIZE), (u32)scales};
     if (is_v)

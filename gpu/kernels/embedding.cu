@@ -1,28 +1,27 @@
 // Rows of the packed embedding matrix to the f32 residual stream.
 //
-// HIDDEN: width, a multiple of 64. STORAGE: 0 bf16, 1 int8, 2 int4: units as in docs/cuda-kernels.md, section 1.
-#include "primitives.cuh"
+// HIDDEN: width, a multiple of 64. STORAGE: of the matrix (weights.cuh).
+#include "weights.cuh"
 
-enum WeightStorage { STORED_BF16 = 0, STORED_INT8 = 1, STORED_INT4 = 2 };
-static_assert(HIDDEN % 64 == 0, "HIDDEN is a multiple of 64");
+static_assert(HIDDEN % WEIGHT_UNIT_K == 0, "HIDDEN is a multiple of 64");
 static_assert(STORAGE >= 0 && STORAGE <= 2, "STORAGE is 0, 1 or 2");
 constexpr int EMBED_THREADS = 256;
-constexpr int UNIT_BYTES = STORAGE == STORED_BF16 ? 2048 : STORAGE == STORED_INT8 ? 1056 : 576;
-constexpr int SCALES_AT = STORAGE == STORED_INT8 ? 1024 : 512;
+constexpr int UNIT_BYTES = weight_unit_bytes<STORAGE>();
+constexpr int SCALES_AT = STORAGE == WEIGHTS_INT8 ? 1024 : 512;
 
 // Elements k, k + 1 (k even) of a row of a tile of 16 rows.
 DEVICE float2 load_pair(const u8* tile, int row_in_tile, int k) {
     const int row_pair = row_in_tile & 7, low_row = row_in_tile >> 3;
     const int k16 = k >> 4 & 3, half = k >> 3 & 1, lane = 4 * row_pair + (k >> 1 & 3);
-    const u8* unit = tile + (size_t)(k >> 6) * UNIT_BYTES;
-    if (STORAGE == STORED_BF16) {
+    const u8* unit = tile + (size_t)(k / WEIGHT_UNIT_K) * UNIT_BYTES;
+    if (STORAGE == WEIGHTS_BF16) {
         const u32 pair = *(const u32*)(unit + k16 * 512 + lane * 16 + (2 * half + low_row) * 4);
         return make_float2(bf16_low(pair), bf16_high(pair));
     }
-    const int group = STORAGE == STORED_INT4 ? k16 >> 1 : 0;
+    const int group = STORAGE == WEIGHTS_INT4 ? k16 >> 1 : 0;
     const u16 stored = *(const u16*)(unit + SCALES_AT + group * 32 + row_pair * 4 + low_row * 2);
     const float scale = half_to_float(stored);
-    if (STORAGE == STORED_INT8) {
+    if (STORAGE == WEIGHTS_INT8) {
         const u32 word = *(const u32*)(unit + (k16 >> 1) * 512 + lane * 16 + (2 * (k16 & 1) + half) * 4) >> 8 * low_row;
         return make_float2(__fmul_rn((float)(signed char)(word & 0xff), scale),
                            __fmul_rn((float)(signed char)(word >> 16 & 0xff), scale));
@@ -41,9 +40,9 @@ extern "C" __global__ void __launch_bounds__(EMBED_THREADS)
     int token = token_ids[row];
     wait_previous_kernel();
     if (slot >= 0 && token < 0) token = last_tokens[slot];
-    const u8* tile = matrix + (size_t)(token >> 4) * (HIDDEN / 64) * UNIT_BYTES;
+    const u8* tile = matrix + (size_t)(token / WEIGHT_TILE_ROWS) * (HIDDEN / WEIGHT_UNIT_K) * UNIT_BYTES;
     for (int k = 2 * threadIdx.x; k < HIDDEN; k += 2 * EMBED_THREADS) {
-        const float2 pair = slot < 0 ? make_float2(0.0f, 0.0f) : load_pair(tile, token & 15, k);
+        const float2 pair = slot < 0 ? make_float2(0.0f, 0.0f) : load_pair(tile, token % WEIGHT_TILE_ROWS, k);
         *(float2*)(residual + (size_t)row * HIDDEN + k) = pair;
     }
 }
