@@ -6,6 +6,7 @@ One thread owns a backend. `launch` queues a step and returns at once; effects a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from gpu.plan import StepPlan, StepResult
@@ -31,9 +32,14 @@ class StepHandle(Protocol):
 
 
 class Backend(Protocol):
-    """A device with one model and its KV cache."""
+    """A device with one model and its KV cache.
+
+    numerics: what decides the bits that it computes, beside its kernels' version and the weights' storage; part of the
+    fingerprint.
+    """
 
     name: str
+    numerics: Mapping[str, str]
     config: ModelConfig
     cache: KVCache
     pipeline_depth: int

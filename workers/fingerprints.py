@@ -15,6 +15,7 @@ from workers.model_source import LoadedSource
 
 KV_CONVENTIONS = "k-after-rope;zero=+0;int8=rne/127/64;q4=hadamard,signed-max/-8,32;scale=f16"
 CPU_NUMERICS_VERSION = 1
+CUDA_NUMERICS_VERSION = 1
 _PROBE_TOKENS = 24
 _PROBE_ROWS = 8
 
@@ -58,9 +59,8 @@ def fingerprint_of(source: LoadedSource, layout: KVLayout, backend: Backend, sto
         "shard": "0/1",
     }
     numerics: dict[str, FieldValue] = {
-        # The simulated device computes with the CPU kernels: its bytes are the same by the contract suite.
-        "backend": "cpu" if backend.name in ("cpu", "simulated") else backend.name,
-        "kernel_version": CPU_NUMERICS_VERSION,
+        **backend.numerics,
+        "kernel_version": CUDA_NUMERICS_VERSION if backend.name == "cuda" else CPU_NUMERICS_VERSION,
         "weight_storage": storage,
         "probe": probe_digest(backend),
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from gpu.backend import Backend
@@ -13,7 +15,7 @@ from gpu.cpu.compile_cache import compiling
 from gpu.cpu.kv_kernels import NumbaKVKernels
 from gpu.cpu.sampling import HostSampler
 from gpu.cpu.threads import CpuThreads
-from gpu.errors import LayoutError
+from gpu.errors import DeviceUnavailable, LayoutError
 from gpu.formats import cache_format
 from gpu.layout import KVLayout, default_page_size
 from gpu.model.config import ModelConfig
@@ -39,7 +41,6 @@ class ModelRuntime:
     source: LoadedSource
     layout: KVLayout
     backend: Backend
-    threads: CpuThreads
     fingerprint: Fingerprint
     context_length: int
     warm_up_rows_per_s: float
@@ -50,15 +51,14 @@ class ModelRuntime:
         return self.backend.cache.num_pages * self.layout.page_size
 
     def close(self) -> None:
-        """Release backend and threads. The engine must have stopped."""
+        """Release the backend. The engine must have stopped."""
         self.backend.close()
-        self.threads.close()
 
 
 def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     """Open the model, pack its weights, allocate the mirror, compute the fingerprint and compile every kernel.
 
-    Raises ModelFileError, TokenizerError or LayoutError that names what is wrong.
+    Raises ModelFileError, TokenizerError, LayoutError, or for `cuda` DeviceUnavailable, that names what is wrong.
     """
     begun = time.monotonic()
     source = open_model(settings.model)
@@ -67,17 +67,12 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     num_pages = settings.mirror_mib * (1 << 20) // layout.page_bytes
     if num_pages < 2:
         raise LayoutError("mirror_mib", settings.mirror_mib, f"two pages of {layout.page_bytes} bytes must fit")
-    mirror = MirrorArena.allocate(num_pages * layout.page_bytes)
-    threads = CpuThreads(settings.threads)
-    weights = source.load_weights()
-    storage = weights.layers[0].q.storage.value
-    # Numba compiles a kernel for all formats and shapes; whether a model needs it depends on its architecture.
-    with compiling(f"{settings.backend}-{config.architecture}"):
-        backend = _backend(settings, config, layout, mirror, HostModel(config, weights, threads), threads)
+    load = _load_cuda if settings.backend == "cuda" else _load_host
+    with load(settings, source, config, layout) as (backend, storage):
         fingerprint = fingerprint_of(source, layout, backend, storage)
         rows_per_s = warm_up(backend)
     _log.info("%s on %s ready in %.1f s: %d pages", source.name, backend.name, time.monotonic() - begun, num_pages)
-    return ModelRuntime(source, layout, backend, threads, fingerprint, context_length, rows_per_s)
+    return ModelRuntime(source, layout, backend, fingerprint, context_length, rows_per_s)
 
 
 def layout_of(config: ModelConfig, kv_format: str, page_size: int | None) -> KVLayout:
@@ -95,26 +90,53 @@ def _with_context(config: ModelConfig, asked: int | None) -> tuple[ModelConfig, 
     return replace(config, context_length=context_length), context_length
 
 
-def _backend(
-    settings: WorkerSettings,
-    config: ModelConfig,
-    layout: KVLayout,
-    mirror: MirrorArena,
-    model: HostModel,
-    threads: CpuThreads,
-) -> Backend:
+@contextmanager
+def _load_host(
+    settings: WorkerSettings, source: LoadedSource, config: ModelConfig, layout: KVLayout
+) -> Iterator[tuple[Backend, str]]:
+    """A backend that computes on the host, and how it stores weights; inside, its kernels may be compiled."""
+    mirror = MirrorArena.allocate(settings.mirror_mib * (1 << 20) // layout.page_bytes * layout.page_bytes)
+    threads = CpuThreads(settings.threads)
+    weights = source.load_weights()
     kernels, rope, sampler = NumbaKVKernels(threads), rope_table(config), HostSampler()
-    if settings.backend == "simulated":
-        return SimulatedBackend(
-            model,
-            layout,
-            mirror,
-            kernels,
-            rope,
-            sampler,
-            settings.step_rows,
-            attest=settings.attest,
-            resident_cells=settings.kv_resident,
-        )
-    cache = unified_cache(layout, mirror, kernels, rope, attest=settings.attest, resident_cells=settings.kv_resident)
-    return CpuBackend(model, cache, sampler, settings.step_rows)
+    # Numba compiles a kernel for all formats and shapes; whether a model needs it depends on its architecture.
+    with compiling(f"{settings.backend}-{config.architecture}"):
+        model = HostModel(config, weights, threads)
+        storage = weights.layers[0].q.storage.value
+        attest, resident = settings.attest, settings.kv_resident
+        if settings.backend == "simulated":
+            yield (
+                SimulatedBackend(
+                    model, layout, mirror, kernels, rope, sampler, settings.step_rows, attest=attest,
+                    resident_cells=resident, threads=threads,
+                ),
+                storage,
+            )  # fmt: skip
+        else:
+            cache = unified_cache(layout, mirror, kernels, rope, attest=attest, resident_cells=resident)
+            yield CpuBackend(model, cache, sampler, settings.step_rows, threads), storage
+
+
+@contextmanager
+def _load_cuda(
+    settings: WorkerSettings, source: LoadedSource, config: ModelConfig, layout: KVLayout
+) -> Iterator[tuple[Backend, str]]:
+    """A backend on a GPU, and how it stores weights."""
+    try:
+        from gpu.cuda.load import CudaOptions, load_cuda_backend
+        from gpu.cuda.weight_packing import PackedStorage
+    except ImportError as error:
+        raise DeviceUnavailable(
+            f'the cuda backend needs the package {error.name}: pip install "kvalet[worker,cuda13]"'
+        ) from error
+    options = CudaOptions(
+        device=settings.device,
+        storage=PackedStorage[settings.weights.upper()],
+        mirror_bytes=settings.mirror_mib << 20,
+        device_kv_bytes=None if settings.device_kv_mib is None else settings.device_kv_mib << 20,
+        max_sequences=2 * settings.slots + 2,
+        step_rows=settings.step_rows,
+        attest=settings.attest,
+        resident_cells=settings.kv_resident,
+    )
+    yield load_cuda_backend(source.source, config, layout, rope_table(config), options), settings.weights

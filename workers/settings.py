@@ -19,7 +19,8 @@ def _default_worker_id() -> str:
 class WorkerSettings(BaseSettings):
     """One worker: which model, which servers, how much memory.
 
-    Units are in the names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
+    `cuda` only: device (number or UUID), weights (how they are stored), device_kv_mib (memory for resident pages, None
+    for what is free). Units are in the names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALET_", extra="ignore", frozen=True)
@@ -29,7 +30,10 @@ class WorkerSettings(BaseSettings):
     worker_id: str = Field(default_factory=_default_worker_id, pattern=r"^[A-Za-z0-9._-]{1,64}$")
     model: Path = Field(default_factory=lambda: default_model_path())
     model_name: str | None = None
-    backend: Literal["cpu", "simulated"] = "cpu"
+    backend: Literal["cpu", "cuda", "simulated"] = "cpu"
+    device: str = "0"
+    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    device_kv_mib: int | None = Field(default=None, ge=1)
     kv_format: Literal["f16", "int8", "q4", "k8v4"] = "k8v4"
     page_size: int | None = None
     context: int | None = Field(default=None, ge=16)

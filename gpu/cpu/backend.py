@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpu.cache import KVCache
 from gpu.cell_kernels import HostCellKernels
+from gpu.cpu.threads import CpuThreads
 from gpu.device_memory import UnifiedMemory
 from gpu.errors import GpuError
 from gpu.host_step import HostStep, StepModel
@@ -52,16 +55,20 @@ class FinishedStep:
 
 
 class CpuBackend:
-    """Implements `gpu.backend.Backend` on the host."""
+    """Implements `gpu.backend.Backend` on the host. threads: closed with it, if it owns any."""
 
     name = "cpu"
+    numerics: Mapping[str, str] = MappingProxyType({"backend": "cpu"})
     pipeline_depth = 0
 
-    def __init__(self, model: StepModel, cache: KVCache, sampler: Sampler, max_rows: int) -> None:
+    def __init__(
+        self, model: StepModel, cache: KVCache, sampler: Sampler, max_rows: int, threads: CpuThreads | None = None
+    ) -> None:
         self.config: ModelConfig = model.config
         self.cache = cache
         self.max_rows = max_rows
         self._step = HostStep(model, cache, sampler, max_rows)
+        self._threads = threads
 
     def bind_thread(self) -> None:
         """Any thread will do."""
@@ -75,4 +82,6 @@ class CpuBackend:
             return FinishedStep(error)
 
     def close(self) -> None:
-        """No step is ever left queued."""
+        """End the threads; no step is ever left queued."""
+        if self._threads is not None:
+            self._threads.close()

@@ -130,9 +130,15 @@ class CudaDevice:
         """A new buffer with a copy of `values`."""
         contiguous = np.ascontiguousarray(values)
         buffer = self.allocate(contiguous.nbytes)
-        if contiguous.nbytes:
-            check(driver.cuMemcpyHtoD(buffer.address, contiguous.ctypes.data, contiguous.nbytes))
+        self.write(buffer, contiguous)
         return buffer
+
+    def write(self, buffer: DeviceBuffer, values: NDArray[Any]) -> None:
+        """Copy C-contiguous `values` to the start of a buffer that no queued work uses."""
+        if values.nbytes > buffer.num_bytes:
+            raise CapacityError("bytes of a buffer", values.nbytes, buffer.num_bytes)
+        if values.nbytes:
+            check(driver.cuMemcpyHtoD(buffer.address, values.ctypes.data, values.nbytes))
 
     def download(self, address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """A copy of device memory, after everything that the compute stream has queued."""

@@ -7,11 +7,14 @@ events do not happen until `open_gate` is called, so that tests can act while a 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from threading import Event
 from typing import TYPE_CHECKING
 
 from gpu.cache import KVCache
 from gpu.cell_kernels import HostCellKernels
+from gpu.cpu.backend import CpuBackend
+from gpu.cpu.threads import CpuThreads
 from gpu.errors import GpuError
 from gpu.host_step import ComputedStep, HostStep, StepModel
 from gpu.kv_kernels import KVKernels, RopeTable
@@ -49,10 +52,12 @@ class SimulatedStep:
 class SimulatedBackend:
     """Implements `gpu.backend.Backend` with a device arena of its own in host memory.
 
-    num_slots: device slots, one page each; None for as many as the mirror has pages.
+    num_slots: device slots, one page each; None for as many as the mirror has pages. threads: closed with it.
     """
 
     name = "simulated"
+    # It computes with the CPU's kernels: its bytes are the same by the contract suite.
+    numerics: Mapping[str, str] = CpuBackend.numerics
     pipeline_depth = 1
 
     def __init__(
@@ -68,6 +73,7 @@ class SimulatedBackend:
         attest: str = "always",
         resident_cells: int | None = None,
         num_slots: int | None = None,
+        threads: CpuThreads | None = None,
     ) -> None:
         slots = mirror.num_bytes // layout.page_bytes if num_slots is None else num_slots
         memory = SimulatedMemory(layout, slots, mirror.num_bytes)
@@ -89,6 +95,7 @@ class SimulatedBackend:
         self._gate = Event()
         self._gate.set()
         self._free_early = False
+        self._threads = threads
 
     @property
     def gate_is_open(self) -> bool:
@@ -141,3 +148,5 @@ class SimulatedBackend:
         self._gate.set()
         if self._queue:
             self.happen(self._queue[-1])
+        if self._threads is not None:
+            self._threads.close()
