@@ -16,6 +16,9 @@ from workers.turns.control import TurnControl, connect
 from workers.turns.errors import BadTurnData
 from workers.turns.events import TurnState
 from workers.turns.outcomes import AcceptKind, AcceptOutcome, Dispatch
+from workers.turns.records import QueueMessage
+
+MESSAGE = QueueMessage(b"to ", b"!")
 
 
 @pytest.fixture
@@ -37,6 +40,26 @@ def test_accept_with_reply_lost_answers_the_same_again(control: TurnControl) -> 
 def test_accept_with_forced_worker_asks_for_its_queue(control: TurnControl) -> None:
     free(control, "w7", 1)
     assert accept_turn(control, "a", worker="w7").dispatch == Dispatch("a", "tiny", "w7")
+
+
+def test_accept_with_a_message_pushes_it_in_the_same_step_and_only_once(control: TurnControl) -> None:
+    call = calls.accept(request("a"), LIMITS, message=MESSAGE)
+    outcomes = [control.run(call) for _ in range(2)]
+    assert [outcome.dispatch for outcome in outcomes] == [None, None]
+    assert control.client.lrange("kvalet.model.tiny", 0, -1) == [b'to "kvalet.model.tiny"!']
+
+
+def test_accept_pushes_the_message_of_a_forced_turn_to_its_worker(control: TurnControl) -> None:
+    free(control, "w7", 1)
+    control.run(calls.accept(request("a", worker="w7"), LIMITS, message=MESSAGE))
+    assert control.client.lrange("kvalet.worker.w7", 0, -1) == [b'to "kvalet.worker.w7"!']
+
+
+def test_accept_pushes_no_message_of_a_turn_that_waits_for_its_parent_or_is_refused(control: TurnControl) -> None:
+    accepted(control, "parent")
+    control.run(calls.accept(request("child", parent_id="parent"), LIMITS, message=MESSAGE))
+    control.run(calls.accept(request("orphan", parent_id="nobody"), LIMITS, message=MESSAGE))
+    assert not control.client.keys("kvalet.*")
 
 
 @pytest.mark.parametrize("named", ["nobody", "elsewhere", "gone"])
@@ -90,6 +113,12 @@ def test_commit_over_the_memory_limit_still_succeeds(start_server: Callable[...,
     control.client.config_set("maxmemory", "1mb")
     complete(control, turn)
     assert control.run(calls.get_turn_state("local", "a")) is TurnState.COMPLETED
+
+
+def test_message_is_pushed_to_its_queue_on_a_server_without_memory(start_server: Callable[..., ValkeyServer]) -> None:
+    control = TurnControl(connect(start_server("control", maxmemory="1").url))
+    control.run(calls.push_message("kvalet.model.tiny", b"message"))
+    assert control.client.lrange("kvalet.model.tiny", 0, -1) == [b"message"]
 
 
 def test_idempotency_key_same_body_twenty_times_at_once_makes_one_turn(control: TurnControl) -> None:

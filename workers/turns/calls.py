@@ -12,6 +12,7 @@ from workers.turns.conversations import (
 )
 from workers.turns.history import find_history
 from workers.turns.leasing import claim, end_worker_leases, release, renew
+from workers.turns.pushing import push_message
 from workers.turns.reading import get_turn, get_turn_state
 from workers.turns.sweeping import sweep
 from workers.turns.writing import append_events, commit, finish, freeze_prompt
@@ -34,6 +35,7 @@ __all__ = [
     "get_conversation",
     "get_turn",
     "get_turn_state",
+    "push_message",
     "release",
     "renew",
     "sweep",
