@@ -48,7 +48,7 @@ def text(frames: list[SseFrame]) -> str:
     return "".join(frame.json["delta"] for frame in frames if frame.event == "response.output_text.delta")
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(240)
 def test_stream_resumed_after_its_worker_was_killed_has_every_event_once(
     control_server: ValkeyServer,
     pages_server: ValkeyServer,
@@ -58,7 +58,7 @@ def test_stream_resumed_after_its_worker_was_killed_has_every_event_once(
     settings: dict[str, Any] = real_worker_settings(pages_server, tiny_gguf, lease_s=1)
     workers = {name: start_worker(name, app="workers.celery_app", **settings) for name in ("w1", "w2")}
     for worker in workers.values():
-        worker.wait_ready(60)
+        worker.wait_ready(100)
     control = TurnControl(connect(control_server.url))
     with gateway(control_server) as url, httpx.Client(base_url=url, timeout=60) as client:
         wait_until(lambda: client.get("/ready").status_code == 200)

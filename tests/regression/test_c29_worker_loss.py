@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.services import ValkeyServer
 from tests.turn_factory import MODEL
 from tests.worker_process import CeleryWorker, Fleet, wait_until
@@ -51,12 +53,13 @@ def test_poison_turn_fails_after_bounded_runs_and_others_proceed(fleet: Fleet, s
     )
 
 
+@pytest.mark.timeout(240)
 def test_prompt_that_needs_more_memory_than_there_is_fails_alone(
     fleet: Fleet, start_worker: StartWorker, pages_server: ValkeyServer, tiny_gguf: Path
 ) -> None:
     """RLIMIT_AS makes an allocation of the prefill fail in a real worker: that turn fails, the process serves on."""
     settings = {"model": tiny_gguf, "model_name": MODEL, "pages_url": pages_server.url, "step_rows": 4096, "threads": 1}
-    worker = start_worker("w1", app="tests.limited_worker_app", mirror_mib=64, **settings).wait_ready(60)
+    worker = start_worker("w1", app="tests.limited_worker_app", mirror_mib=64, **settings).wait_ready(100)
     asked = {"sampling": {"temperature": 0.0, "seed": 1}, "max_tokens": 8, "ignore_eos": True}
     huge = ({"role": "user", "content": "salt " * 1000},)
     fleet.submit("before", **asked)
