@@ -79,6 +79,8 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 #endif
     } while (!done);
 }
+// What createpolicy gives for evict_first with fraction 1.0.
+#define EVICT_FIRST 0x12f0000000000000ull
 DEVICE u64 evict_first_policy() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -167,6 +169,10 @@ DEVICE u32 load_shared8(u32 a) {
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a));
     return v;
 }
+DEVICE void store_shared64(u32 a, u32 low, u32 high) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(a), "r"(low), "r"(high) : "memory");
+}
+DEVICE void store_shared32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 DEVICE void store_shared16(u32 a, u16 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(v) : "memory"); }
 DEVICE void store_shared_float(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
 DEVICE void store_shared_float2(u32 a, float x, float y) {
@@ -315,22 +321,30 @@ DEVICE float exp2_fast(float x) {
 // c0, c1 = (row g, columns 2t, 2t + 1), c2, c3 = (row g + 8, the same).
 #if !HAS_MMA
 template <typename Widen>
-DEVICE void multiply_shuffled(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Widen widen) {
+DEVICE float4 multiply_shuffled(float4 c, uint4 a, u32 b0, u32 b1, Widen widen) {
     const int lane = threadIdx.x & 31, quad = lane & ~3, t = lane & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float2 top = widen(__shfl_sync(FULL_WARP, half ? a2 : a0, quad + j));
-            const float2 low = widen(__shfl_sync(FULL_WARP, half ? a3 : a1, quad + j));
+            const float2 top = widen(__shfl_sync(FULL_WARP, half ? a.z : a.x, quad + j));
+            const float2 low = widen(__shfl_sync(FULL_WARP, half ? a.w : a.y, quad + j));
             const float2 first = widen(__shfl_sync(FULL_WARP, half ? b1 : b0, 8 * t + j));
             const float2 second = widen(__shfl_sync(FULL_WARP, half ? b1 : b0, 8 * t + 4 + j));
-            c[0] = fmaf(top.y, first.y, fmaf(top.x, first.x, c[0]));
-            c[1] = fmaf(top.y, second.y, fmaf(top.x, second.x, c[1]));
-            c[2] = fmaf(low.y, first.y, fmaf(low.x, first.x, c[2]));
-            c[3] = fmaf(low.y, second.y, fmaf(low.x, second.x, c[3]));
+            c.x = fmaf(top.y, first.y, fmaf(top.x, first.x, c.x));
+            c.y = fmaf(top.y, second.y, fmaf(top.x, second.x, c.y));
+            c.z = fmaf(low.y, first.y, fmaf(low.x, first.x, c.z));
+            c.w = fmaf(low.y, second.y, fmaf(low.x, second.x, c.w));
         }
     }
+    return c;
+}
+// Functions of their own: put in place, hundreds of them would take minutes to compile.
+__device__ __noinline__ float4 multiply_bf16_shuffled(float4 c, uint4 a, u32 b0, u32 b1) {
+    return multiply_shuffled(c, a, b0, b1, [](u32 v) { return make_float2(bf16_low(v), bf16_high(v)); });
+}
+__device__ __noinline__ float4 multiply_half_shuffled(float4 c, uint4 a, u32 b0, u32 b1) {
+    return multiply_shuffled(c, a, b0, b1, [](u32 v) { return unpack_half(v); });
 }
 #endif
 DEVICE void multiply_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -340,7 +354,8 @@ DEVICE void multiply_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
-    multiply_shuffled(c, a0, a1, a2, a3, b0, b1, [](u32 v) { return make_float2(bf16_low(v), bf16_high(v)); });
+    const float4 sum = multiply_bf16_shuffled({c[0], c[1], c[2], c[3]}, {a0, a1, a2, a3}, b0, b1);
+    c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;
 #endif
 }
 DEVICE void multiply_half(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -350,6 +365,7 @@ DEVICE void multiply_half(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
-    multiply_shuffled(c, a0, a1, a2, a3, b0, b1, [](u32 v) { return unpack_half(v); });
+    const float4 sum = multiply_half_shuffled({c[0], c[1], c[2], c[3]}, {a0, a1, a2, a3}, b0, b1);
+    c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;
 #endif
 }
