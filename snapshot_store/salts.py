@@ -11,12 +11,14 @@ from snapshot_store.errors import BadKeyPart, StoreUnreachable
 from snapshot_store.keys import salt_key
 from snapshot_store.lua import script
 
+_ALLOW_OOM = "#!lua flags=allow-oom\n"
+
 
 def tenant_salt(control: redis.Redis, tenant: str) -> bytes:
     """The tenant's 32-byte salt, drawn and kept on control at the first call. Raises BadKeyPart, StoreUnreachable."""
-    key = salt_key(tenant)
+    key, drawn = salt_key(tenant), secrets.token_bytes(SALT_BYTES)
     try:
-        return _checked(key, control.eval(script("tenant_salt").decode(), 1, key, secrets.token_bytes(SALT_BYTES)))
+        return _checked(key, control.eval(_ALLOW_OOM + script("tenant_salt").decode(), 1, key, drawn))
     except redis.RedisError as error:
         raise StoreUnreachable(f"control: {error}") from error
 

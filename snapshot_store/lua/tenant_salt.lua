@@ -1,4 +1,3 @@
-#!lua flags=allow-oom
 -- The tenant's salt, kept at the first call. A full control server must not end turns that it has accepted.
 -- KEYS[1] kvalet:<tenant>:salt. ARGV: the salt to keep if there is none
 -- Returns the salt.
