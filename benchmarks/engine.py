@@ -1,4 +1,4 @@
-"""The engine on the CPU beside llama.cpp and the machine's own limits; restore against recompute; what parking costs.
+"""The engine on the CPU beside llama.cpp and the machine's own limits.
 
     python -m benchmarks.engine [MODEL] [--threads 2] [--kv f16 k8v4] [--llama-bench PATH] [--out FILE]
 
@@ -12,11 +12,8 @@ import argparse
 import json
 import os
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ import numba
 import numpy as np
 
 from benchmarks._record import figure, write
-from deploy.embedded import EmbeddedServer, EmbeddedSpec
 from gpu.cache import Sequence
 from gpu.plan import PlanEntry, RowKind, SamplingParams, StepPlan
 from gpu.sampling import TokenHistory
@@ -33,8 +29,6 @@ from workers.settings import WorkerSettings, default_model_path
 
 PROMPT, LONG, BATCH, CHUNK = 512, 4096, 8, 128
 STEPS, PREFILLS = 48, 5
-RESTORED_TOKENS = 4000
-PARK_TOKENS, PARK_PAIRS = 192, 16
 
 
 def main() -> None:
@@ -42,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, nargs="?", default=default_model_path())
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kv", nargs="*", default=["f16", "k8v4"], help="formats; none: restore and parking alone")
+    parser.add_argument("--kv", nargs="+", default=["f16", "k8v4"], help="cache formats")
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's benchmark, run beside")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -51,8 +45,6 @@ def main() -> None:
         figures += _engine(arguments.model, arguments.threads, kv_format)
         if arguments.llama_bench:
             figures += _llama(arguments.llama_bench, arguments.model, arguments.threads, kv_format)
-    figures += _restore(arguments.model, arguments.threads)
-    figures += _parking(arguments.model, arguments.threads)
     write("engine", figures, arguments.out, threads=arguments.threads)
 
 
@@ -186,76 +178,6 @@ def _together(threads: int, action: Any) -> None:
         worker.start()
     for worker in workers:
         worker.join()
-
-
-@contextmanager
-def _fleet(model: Path, **settings: Any) -> Iterator[Any]:
-    """Two workers in this process on two embedded servers."""
-    from tests.fleet import Fleet
-
-    with tempfile.TemporaryDirectory(prefix="kvalet-bench-") as folder:
-        servers = []
-        for role, mib in (("control", 256), ("pages", 1024)):
-            directory = Path(folder) / role
-            directory.mkdir()
-            socket = Path(folder) / f"{role}.sock"
-            spec = EmbeddedSpec(role, directory, socket, directory / "log", directory / "pid", mib)
-            servers.append(EmbeddedServer(spec))
-        fleet = Fleet(servers[0].url, servers[1].url, model, attest="off", mirror_mib=512, **settings)
-        try:
-            yield fleet
-        finally:
-            fleet.stop()
-            for server in servers:
-                server.stop()
-
-
-def _restore(model: Path, threads: int) -> list[dict[str, Any]]:
-    """A parked conversation of 4000 tokens: claim to the first new token, restored on another worker or recomputed."""
-    restored, recomputed = [], []
-    with _fleet(model, threads=threads) as fleet:
-        fleet.worker("never", restore="never")
-        for repeat in range(3):
-            first = f"{repeat} " + "ledger " * (RESTORED_TOKENS - 64)
-            conversation = fleet.conversation()
-            fleet.say("writer", first, conversation_id=conversation, max_tokens=32)
-            fleet.settle()
-            view = fleet.say(f"reader{repeat}", "Go on.", conversation_id=conversation, max_tokens=4)
-            assert view.usage["restored_pages"] > 0, "not exercised"
-            restored.append(view.usage["first_token_ms"])
-            view = fleet.say("never", "Go on.", conversation_id=conversation, max_tokens=4)
-            assert view.usage["cached_tokens"] == 0 or repeat, "not exercised"
-            recomputed.append(view.usage["first_token_ms"])
-            fleet.stop(f"reader{repeat}")
-    ratio = [b / a for a, b in zip(restored, recomputed, strict=True)]
-    return [
-        figure("4000 tokens restored", restored, "ms"),
-        figure("4000 tokens recomputed", recomputed, "ms"),
-        figure("recompute / restore", ratio, "times"),
-    ]
-
-
-def _parking(model: Path, threads: int) -> list[dict[str, Any]]:
-    """Milliseconds per decoded token with pages uploaded as they fill, and without; pairs in turn."""
-    with_parking, without = [], []
-    with _fleet(model, threads=threads) as fleet:
-        fleet.worker("parks")
-        fleet.worker("keeps", park_stateless="never")
-        for pair in range(PARK_PAIRS):
-            asked = {"stateless": True, "max_tokens": PARK_TOKENS}
-            order = (("parks", with_parking), ("keeps", without))
-            for name, samples in order if pair % 2 else order[::-1]:
-                view = fleet.say(name, f"Story {pair}: tell of the harbour.", **asked)
-                samples.append(view.usage["token_ms"])
-        fleet.settle()
-        assert fleet.worker("parks").parking.stored_bytes > 0, "not exercised"
-        assert fleet.worker("keeps").parking.stored_bytes == 0
-    cost = [100 * (a / b - 1) for a, b in zip(with_parking, without, strict=True)]
-    return [
-        figure("decode while parking", with_parking, "ms/token"),
-        figure("decode without parking", without, "ms/token"),
-        figure("cost of parking", cost, "%"),
-    ]
 
 
 if __name__ == "__main__":
