@@ -1,11 +1,11 @@
 """Decode attention on a CUDA device beside the bytes of K and V that it has to read.
 
-    python -m benchmarks.cuda.attention [--json FILE] [--kv f16 int8 k8v4 q4]
+    python -m benchmarks.cuda.attention [--json FILE] [--kv f16 int8 k8v4 q4] [--sweep]
 
 Shape of Llama-3 8B. Each figure is the median of graph replays, in microseconds for one layer; layers and sequences
 take turns, so that nothing is read from the second-level cache. `floor` is the bytes of K and V at the copy bandwidth
 of the same run, or at `BUS_RATE` for pages in host memory. "attend" is the attention kernel alone, "both" with the
-fold.
+fold. --sweep: the first case with other rings, instead of the figures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import _record
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.attention import AttentionTables, DecodeAttention
+from gpu.cuda.attention import AttentionTables, DecodeAttention, DecodeRing
 from tests.gpu.lab import Lab
 from tests.gpu.paged_attention import make_layout, random_pages, random_queries
 
@@ -31,6 +31,8 @@ MIRROR_CELLS = 8192
 BUS_RATE = 51.2e9
 DISTINCT_PAGES = 8
 SECOND_LEVEL_CACHE = 60e6
+RINGS = tuple(DecodeRing(stages, resident) for stages in (2, 3, 4) for resident in (2, 3, 4, 5))
+PROCESSOR_BYTES = 227 << 10
 
 
 def main() -> None:
@@ -38,19 +40,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=_record.RESULTS / "cuda_attention.json")
     parser.add_argument("--kv", nargs="+", default=["f16", "int8", "k8v4", "q4"])
+    parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     lab = Lab()
     bandwidth = lab.copy_bandwidth()
     figures = [_record.figure("device copy", [bandwidth / 1e12], "TB/s")]
     for kv_format in arguments.kv:
         bench = Bench(lab, kv_format)
+        if arguments.sweep:
+            bench.sweep(bandwidth)
+            bench.close()
+            continue
         for sequences, cells in CASES:
             figures += bench.measure(sequences, cells, 1, bandwidth)
         for cells in VERIFY_CELLS:
             figures += bench.measure(1, cells, VERIFY_ROWS, bandwidth)
         figures += bench.measure_mirror()
         bench.close()
-    _record.write("cuda.attention", figures, arguments.json, device=lab.device.name, arch=lab.device.arch)
+    if not arguments.sweep:
+        _record.write("cuda.attention", figures, arguments.json, device=lab.device.name, arch=lab.device.arch)
     lab.close()
 
 
@@ -76,6 +84,20 @@ class Bench:
         """Both figures of a case; rows: of each sequence, at its last positions."""
         floor = sequences * cells * self.layout.cell_bytes / NUM_LAYERS / bandwidth * 1e6
         return self._time(f"{self.kv_format} {sequences} x {cells}", self.pool.address, sequences, cells, rows, floor)
+
+    def sweep(self, bandwidth: float) -> None:
+        """Print the first case with every ring that fits."""
+        chosen = self.attention
+        for ring in RINGS:
+            shared = ring.shared_bytes(self.layout)
+            if ring.resident * (shared + 1024) > PROCESSOR_BYTES + 1024:
+                continue
+            device = self.lab.device
+            self.attention = DecodeAttention(device.kernels, self.layout, NUM_HEADS, device.num_processors, ring)
+            print(ring)
+            for sequences, cells in (CASES[0], CASES[1], CASES[-2]):
+                self.measure(sequences, cells, 1, bandwidth)
+        self.attention = chosen
 
     def measure_mirror(self) -> list[dict[str, Any]]:
         """A sequence whose pages all lie in host memory."""

@@ -47,7 +47,7 @@ def _decode_sample(head_dim: int, heads: int, kv_heads: int, k: int, v: int, pag
 
 DECODE: Final = KernelSource(
     "attention_decode.cu",
-    (KernelEntry("attention_decode", (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32)),),
+    (KernelEntry("attention_decode", (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32, _I32)),),
     parameters=(
         "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "STAGES", "SHARED_BYTES",
         "RESIDENT",
@@ -61,7 +61,7 @@ DECODE: Final = KernelSource(
 )  # fmt: skip
 FOLD: Final = KernelSource(
     "attention_fold.cu",
-    (KernelEntry("attention_fold", (_P, _P, _P, _P, _I32, _I32)),),
+    (KernelEntry("attention_fold", (_P, _P, _P, _P, _I32, _I32, _I32)),),
     parameters=("HEAD_DIM", "NUM_HEADS", "V_PLANE", "ACTIVATION_LAYOUT", "FOLD_WARPS"),
     samples=tuple(
         {"HEAD_DIM": head_dim, "NUM_HEADS": 32, "V_PLANE": v, "ACTIVATION_LAYOUT": layout, "FOLD_WARPS": warps}
@@ -76,7 +76,7 @@ class DecodePlan:
     """A launch of decode attention, fixed when a step is captured; it serves every step with at most its sizes.
 
     chunks: CTAs that share a tile and KV head. max_splits: sub-splits of max_length cells. unsettled: rows that one
-    sequence may have in the step beside a tile's.
+    sequence may have in the step beside a tile's. scratch_rows: of the step, or tile_stride for each tile if not 0.
     """
 
     num_tiles: int
@@ -86,6 +86,21 @@ class DecodePlan:
     fold_warps: int
     unsettled: int
     scratch_rows: int
+    tile_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRing:
+    """Free parameters of the decode kernel. stages: blocks that are loaded or in use. resident: CTAs on a processor."""
+
+    stages: int
+    resident: int
+
+    def shared_bytes(self, layout: KVLayout) -> int:
+        """Shared memory of a CTA."""
+        stage = _stage_bytes(layout.k_format, layout.head_dim, is_v=False)
+        stage += _stage_bytes(layout.v_format, layout.head_dim, is_v=True)
+        return self.stages * (stage + _BARRIER_BYTES) + _EXCHANGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +118,8 @@ class AttentionTables:
 class DecodeAttention:
     """Decode attention for one page layout and number of query heads, on one device.
 
-    without: levels that are taken away, such as KVALET_NO_BULK; the bits stay the same. Raises LayoutError for shapes
-    that the kernels are not made for.
+    ring: instead of what suits the device. without: levels that are taken away, such as KVALET_NO_BULK; the bits stay
+    the same. Raises LayoutError for shapes that the kernels are not made for.
     """
 
     def __init__(
@@ -113,6 +128,7 @@ class DecodeAttention:
         layout: KVLayout,
         num_heads: int,
         num_processors: int,
+        ring: DecodeRing | None = None,
         without: tuple[str, ...] = (),
     ) -> None:
         if layout.head_dim not in (64, 128):
@@ -126,7 +142,8 @@ class DecodeAttention:
         self._library = library
         self._num_processors = num_processors
         self._levels = dict.fromkeys(without, 1)
-        self._stages, self._shared, self._resident = _ring(layout, shared_bytes(library.arch))
+        self._ring = ring or choose_ring(layout, shared_bytes(library.arch))
+        self._shared = self._ring.shared_bytes(layout)
 
     def plan(self, num_rows: int, num_tiles: int, max_length: int, tile_rows: int = 0) -> DecodePlan:
         """The launch for steps of up to num_rows rows in num_tiles tiles over up to max_length cells.
@@ -137,21 +154,24 @@ class DecodeAttention:
             if value < 1:
                 raise PlanError(f"attention.{name}", value, "must be positive")
         blocks = _ceil_div(max_length, BLOCK_CELLS)
-        chunks = choose_chunks(
-            num_tiles * self.layout.num_kv_heads, blocks, self._num_processors, resident=self._resident
-        )
+        pairs = num_tiles * self.layout.num_kv_heads
+        most_rows = min(tile_rows or self.tile_rows, num_rows)
+        if num_rows * self.num_heads * num_sub_splits(max_length) >= 1 << 31:
+            raise PlanError("attention.max_length", max_length, f"too many sub-splits for {num_rows} rows")
+        by_tile = num_tiles * most_rows < num_rows
         return DecodePlan(
             num_tiles=num_tiles,
-            tile_rows=min(tile_rows or self.tile_rows, num_rows),
-            chunks=chunks,
+            tile_rows=most_rows,
+            chunks=choose_chunks(pairs, blocks, self._num_processors, resident=self._ring.resident),
             max_splits=num_sub_splits(max_length),
             fold_warps=min(_MAX_FOLD_WARPS, _ceil_div(blocks, GROUP_BLOCKS)),
             unsettled=num_rows - 1,
-            scratch_rows=num_rows,
+            scratch_rows=num_tiles * most_rows if by_tile else num_rows,
+            tile_stride=most_rows if by_tile else 0,
         )
 
     def scratch_bytes(self, plan: DecodePlan) -> int:
-        """Scratch memory of a plan; its rows are the step's first `scratch_rows`."""
+        """Scratch memory of a plan."""
         return self._partials_bytes(plan) + plan.scratch_rows * self.num_heads * plan.max_splits * 8
 
     def launch(
@@ -180,7 +200,7 @@ class DecodeAttention:
         """Queue the first half of `launch`: partial results of sub-splits into scratch."""
         arguments = (
             queries, tables.page_table, tables.tiles, scratch, scratch + self._partials_bytes(plan), layer,
-            tables.max_pages, plan.max_splits, plan.unsettled,
+            tables.max_pages, plan.max_splits, plan.tile_stride, plan.unsettled,
         )  # fmt: skip
         grid = (plan.chunks, self.layout.num_kv_heads, plan.num_tiles)
         kernel = self._library.get(DECODE, "attention_decode", self._decode_variant())
@@ -199,6 +219,7 @@ class DecodeAttention:
         """Queue the second half of `launch`: partial results to activations."""
         arguments = (
             tables.tiles, scratch, scratch + self._partials_bytes(plan), activations, plan.chunks, plan.max_splits,
+            plan.tile_stride,
         )  # fmt: skip
         grid = (plan.tile_rows, self.num_heads, plan.num_tiles)
         kernel = self._library.get(FOLD, "attention_fold", self._fold_variant(plan, activation_layout))
@@ -215,9 +236,9 @@ class DecodeAttention:
             "PAGE_SIZE": self.layout.page_size,
             "K_PLANE": self.layout.k_format.kernel_id,
             "V_PLANE": self.layout.v_format.kernel_id,
-            "STAGES": self._stages,
+            "STAGES": self._ring.stages,
             "SHARED_BYTES": self._shared,
-            "RESIDENT": self._resident,
+            "RESIDENT": self._ring.resident,
             **self._levels,
         }
 
@@ -256,20 +277,17 @@ def choose_chunks(pairs: int, blocks: int, num_processors: int, *, resident: int
     return min(range(1, most + 1), key=estimate)
 
 
+def choose_ring(layout: KVLayout, limit: int) -> DecodeRing:
+    """The most stages that fit, then the most CTAs; limit: shared memory of a CTA."""
+    stages = _MAX_STAGES
+    while stages > 1 and DecodeRing(stages, 1).shared_bytes(layout) > limit:
+        stages -= 1
+    resident = (limit + _RESERVED_BYTES) // (DecodeRing(stages, 1).shared_bytes(layout) + _RESERVED_BYTES)
+    return DecodeRing(stages, max(1, min(_MAX_RESIDENT, resident)))
+
+
 def _ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
-
-
-def _ring(layout: KVLayout, limit: int) -> tuple[int, int, int]:
-    """Stages, shared memory and CTAs on a processor; limit: shared memory of a CTA."""
-    stage = _stage_bytes(layout.k_format, layout.head_dim, is_v=False)
-    stage += _stage_bytes(layout.v_format, layout.head_dim, is_v=True)
-    for stages in range(_MAX_STAGES, 0, -1):
-        shared = stages * (stage + _BARRIER_BYTES) + _EXCHANGE_BYTES
-        if shared <= limit:
-            break
-    resident = (limit + _RESERVED_BYTES) // (shared + _RESERVED_BYTES)
-    return stages, shared, max(1, min(_MAX_RESIDENT, resident))
 
 
 def _stage_bytes(plane: PlaneFormat, head_dim: int, *, is_v: bool) -> int:

@@ -196,3 +196,8 @@ DEVICE float fold_value(float total, float part, FoldStep step) {
 struct AttentionTile {
     i32 slot, first_row, rows, first_position;
 };
+
+// Row of the decode kernel's scratch for row r of tile `index`: that of the step, or tile_stride rows for each tile.
+DEVICE int scratch_row(AttentionTile tile, int index, int r, int tile_stride) {
+    return (tile_stride ? index * tile_stride : tile.first_row) + r;
+}

@@ -58,73 +58,89 @@ static_assert(BARRIERS + 8 * STAGES <= SHARED_BYTES, "the launch gives SHARED_BY
 DEVICE u32 swizzled_unit(int cell, int unit) { return (u32)((unit & ~7) | ((unit ^ cell) & 7)) * 16; }
 
 // ---- loading ----------------------------------------------------------------------------------------------------------
-// Copies blocks in order. page: of the next block, read one block ahead; where blocks have several, that of the piece
-// `warp` (bulk copies) or `lane % 4`.
+// Copies blocks in order, each into the next stage. page: of the next block, read one block ahead; where blocks have
+// several pages, that of the piece `warp` (bulk copies) or `lane % 4`.
 struct BlockLoader {
     const u64* pages;  // of the tile's sequence
-    u64 layer_offset;
     u64 page;
-    int head, length, block;
-    u32 ring;
+    u32 layer_offset, ring, stage;
+    int head, length, block, end_block;
 
+    DEVICE void start(int first_block, int end) {
+        block = first_block, end_block = end, stage = 0;
+        find_page();
+    }
     DEVICE void find_page() {
         const int piece = WHOLE_BLOCKS ? 0 : USE_BULK ? threadIdx.x >> 5 : threadIdx.x & 3;
         const int cell = block * BLOCK_CELLS + piece * PIECE;
-        page = cell < length ? pages[cell / PAGE_SIZE] + layer_offset : 0;
+        page = cell < length ? load_global64(pages + cell / PAGE_SIZE) : 0;
+    }
+    // The next block, if there is one; `async_commit` follows where copies are not bulk copies.
+    DEVICE void issue() {
+        if (block < end_block) {
+#if HAS_BULK
+            if (USE_BULK) issue_bulk();
+#endif
+            if (!USE_BULK) issue_async();
+            block++;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            find_page();
+        }
+        if (!USE_BULK) async_commit();
     }
     // Bytes of a part in the page, for the piece of cells from `cell` on.
     template <typename Part>
     DEVICE u64 source(u64 from_page, int part_offset, int cell) const {
-        return from_page + part_offset + (u32)(head * PAGE_SIZE + cell % PAGE_SIZE) * Part::ROW;
+        return from_page + layer_offset + part_offset + (u32)(head * PAGE_SIZE + cell % PAGE_SIZE) * Part::ROW;
     }
 
 #if HAS_BULK
     // Every warp: its piece of V codes and its share of the rest, by one lane. A barrier takes one arrival per warp.
-    DEVICE void issue_bulk(u32 stage, u32 barrier) {
+    DEVICE void issue_bulk() {
         const int warp = threadIdx.x >> 5, first = block * BLOCK_CELLS;
         const int pieces = min(PIECES, (length - first + PIECE - 1) / PIECE);
-        if ((threadIdx.x & 31) == 0) {
-            const u32 base = ring + stage * STAGE_BYTES;
-            if (WHOLE_BLOCKS) {
-                u32 bytes = warp < pieces ? ValueCodes::PIECE_BYTES : 0;
-                if (warp == 0) bytes += pieces * KeyCodes::PIECE_BYTES;
-                if (warp == 1) bytes += pieces * KeyScales::PIECE_BYTES;
-                if (warp == 2) bytes += pieces * ValueScales::PIECE_BYTES;
-                barrier_expect(barrier, bytes);
-                if (warp == 0) copy_bulk<KeyCodes>(base, Offsets::K_CODES, 0, pieces, barrier);
-                if (warp == 1) copy_bulk<KeyScales>(base + KEY_SCALES, Offsets::K_SCALES, 0, pieces, barrier);
-                if (warp == 2) copy_bulk<ValueScales>(base + VALUE_SCALES, Offsets::V_SCALES, 0, pieces, barrier);
-                if (warp < pieces) copy_bulk<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES, warp, 1, barrier);
-            } else if (warp < pieces) {
-                barrier_expect(barrier, KeyCodes::PIECE_BYTES + KeyScales::PIECE_BYTES + ValueCodes::PIECE_BYTES +
-                                            ValueScales::PIECE_BYTES);
-                copy_bulk<KeyCodes>(base, Offsets::K_CODES, warp, 1, barrier);
-                copy_bulk<KeyScales>(base + KEY_SCALES, Offsets::K_SCALES, warp, 1, barrier);
-                copy_bulk<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES, warp, 1, barrier);
-                copy_bulk<ValueScales>(base + VALUE_SCALES, Offsets::V_SCALES, warp, 1, barrier);
-            } else {
-                barrier_arrive(barrier);
-            }
+        const u32 base = ring + stage * STAGE_BYTES, barrier = ring + BARRIERS + 8 * stage;
+        if ((threadIdx.x & 31) != 0) return;
+        if (WHOLE_BLOCKS) {
+            // What one copy brings for all pieces: K codes by warp 0, scales by the warps 1 and 2.
+            const u32 piece_bytes = warp == 0   ? KeyCodes::PIECE_BYTES
+                                    : warp == 1 ? KeyScales::PIECE_BYTES
+                                    : warp == 2 ? ValueScales::PIECE_BYTES
+                                                : 0;
+            const u32 from = warp == 0 ? Offsets::K_CODES : warp == 1 ? Offsets::K_SCALES : Offsets::V_SCALES;
+            const u32 to = warp == 0 ? 0 : warp == 1 ? KEY_SCALES : VALUE_SCALES;
+            const u32 first_piece = (head * PAGE_SIZE + first % PAGE_SIZE) / PIECE;
+            barrier_expect(barrier, pieces * piece_bytes + (warp < pieces ? ValueCodes::PIECE_BYTES : 0));
+            if (piece_bytes)
+                bulk_copy(base + to, (const void*)(page + layer_offset + from + first_piece * piece_bytes),
+                          pieces * piece_bytes, barrier, EVICT_FIRST);
+            if (warp < pieces) copy_piece<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES, barrier);
+        } else if (warp < pieces) {
+            barrier_expect(barrier, KeyCodes::PIECE_BYTES + KeyScales::PIECE_BYTES + ValueCodes::PIECE_BYTES +
+                                        ValueScales::PIECE_BYTES);
+            copy_piece<KeyCodes>(base, Offsets::K_CODES, barrier);
+            copy_piece<KeyScales>(base + KEY_SCALES, Offsets::K_SCALES, barrier);
+            copy_piece<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES, barrier);
+            copy_piece<ValueScales>(base + VALUE_SCALES, Offsets::V_SCALES, barrier);
+        } else {
+            barrier_arrive(barrier);
         }
-        block++;
-        find_page();
     }
     template <typename Part>
-    DEVICE void copy_bulk(u32 target, int part_offset, int piece, int pieces, u32 barrier) const {
-        bulk_copy(target + piece * Part::STRIDE, (const void*)source<Part>(page, part_offset, block * BLOCK_CELLS + piece * PIECE),
-                  pieces * Part::PIECE_BYTES, barrier, evict_first_policy());
+    DEVICE void copy_piece(u32 target, int part_offset, u32 barrier) const {
+        const int piece = threadIdx.x >> 5;
+        const u64 from = source<Part>(page, part_offset, block * BLOCK_CELLS + piece * PIECE);
+        bulk_copy(target + piece * Part::STRIDE, (const void*)from, Part::PIECE_BYTES, barrier, EVICT_FIRST);
     }
 #endif
 
     // By all threads; complete after async_wait and a barrier of the CTA.
-    DEVICE void issue_async(u32 stage) {
+    DEVICE void issue_async() {
         const u32 base = ring + stage * STAGE_BYTES;
         copy_part<KeyCodes>(base, Offsets::K_CODES);
         copy_part<KeyScales>(base + KEY_SCALES, Offsets::K_SCALES);
         copy_part<ValueCodes>(base + VALUE_CODES, Offsets::V_CODES);
         copy_part<ValueScales>(base + VALUE_SCALES, Offsets::V_SCALES);
-        block++;
-        find_page();
     }
     template <typename Part>
     DEVICE void copy_part(u32 target, int part_offset) const {
@@ -142,7 +158,7 @@ struct BlockLoader {
                 const int in_block = unit / (ROW_UNITS ? ROW_UNITS : 1), column = unit - in_block * ROW_UNITS;
                 const bool exists = block * BLOCK_CELLS + in_block < length;
                 async_copy16(target + in_block * Part::ROW + swizzled_unit(in_block, column),
-                             (const void*)(exists ? from : (u64)pages), exists ? 16 : 0);
+                             (const void*)(exists ? from : (u64)pages & ~15ull), exists ? 16 : 0);
             } else if (piece < PIECES && first < length) {
                 async_copy16(target + piece * Part::STRIDE + in_piece * 16, (const void*)from);
             }
@@ -377,13 +393,14 @@ struct ValuePlane<PLANE_Q4> : QuantizedValues<PLANE_Q4> {};
 
 // ---- the kernel -------------------------------------------------------------------------------------------------------
 // queries: f16 [row][head][HEAD_DIM], rotated where K is. page_table: u64 [slot][max_pages]. tiles: AttentionTile.
-// partials: f32 [row][head][max_splits][HEAD_DIM]; statistics: f32 pairs (maximum, sum) [row][head][max_splits].
+// partials: f32 [row][head][max_splits][HEAD_DIM]; statistics: f32 pairs (maximum, sum) [row][head][max_splits]; rows as
+// `scratch_row` says.
 // A chunk that has the first sub-splits of a group folds them and stores the fold under the last one's index.
 // unsettled: cells below a tile's first position that this step may still write (the most rows that one sequence has in
 // the step, minus 1): older ones are fetched before the previous kernel has ended.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     attention_decode(const u16* queries, const u64* page_table, const AttentionTile* tiles, float* partials,
-                     float2* statistics, i32 layer, i32 max_pages, i32 max_splits, i32 unsettled) {
+                     float2* statistics, i32 layer, i32 max_pages, i32 max_splits, i32 tile_stride, i32 unsettled) {
     extern __shared__ __align__(128) u8 shared[];
     allow_next_kernel();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, kv_head = blockIdx.y;
@@ -399,9 +416,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const u32 ring = shared_address(shared);
     BlockLoader loader;
     loader.pages = page_table + (size_t)tile.slot * max_pages;
-    loader.layer_offset = (u64)layer * Offsets::LAYER_BYTES;
-    loader.head = kv_head, loader.length = length, loader.block = first_block, loader.ring = ring;
-    loader.find_page();
+    loader.layer_offset = (u32)layer * Offsets::LAYER_BYTES;  // pages are at most 8 MiB
+    loader.head = kv_head, loader.length = length, loader.ring = ring;
+    loader.start(first_block, end_block);
 
     // The first blocks.
     const int settled = (tile.first_position - unsettled) / BLOCK_CELLS;  // blocks below are complete
@@ -414,33 +431,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         __syncthreads();
     }
 #endif
-    auto issue = [&]() {
-        const int index = loader.block - first_block;
-#if HAS_BULK
-        if (USE_BULK) {
-            if (loader.block < end_block)
-                loader.issue_bulk(index % STAGES, ring + BARRIERS + 8 * (index % STAGES));
-            return;
-        }
-#endif
-        if (loader.block < end_block) loader.issue_async(index % STAGES);
-        async_commit();
-    };
     int waiting = STAGES - 1;
-    for (; waiting > 0 && loader.block < min(settled, end_block); waiting--) issue();
+    for (; waiting > 0 && loader.block < min(settled, end_block); waiting--) loader.issue();
     wait_previous_kernel();
-    for (; waiting > 0; waiting--) issue();
+    for (; waiting > 0; waiting--) loader.issue();
 
-    // Queries, and lengths for the masks; rows that are not there never mask and never matter.
+    // Queries, lengths for the masks, and where results go (-1: the row is not there; it never masks or matters).
     u32 q[STEPS][4];
-    int lengths[2];
+    int lengths[2], entries[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = (g + 8 * half) / GROUP_HEADS, head = kv_head * GROUP_HEADS + (g + 8 * half) % GROUP_HEADS;
         const bool exists = row < tile.rows;
+        const size_t query = (size_t)(tile.first_row + row) * NUM_HEADS + head;
         lengths[half] = exists ? tile.first_position + row + 1 : length;
-        load_query_row<K_PLANE>(
-            q, exists ? queries + ((size_t)(tile.first_row + row) * NUM_HEADS + head) * HEAD_DIM : nullptr, half);
+        const int place = scratch_row(tile, blockIdx.z, row, tile_stride) * NUM_HEADS + head;
+        entries[half] = exists ? place * max_splits : -1;
+        load_query_row<K_PLANE>(q, exists ? queries + query * HEAD_DIM : nullptr, half);
     }
     if (!USE_BULK && STAGES > 1) {
         async_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
@@ -467,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #endif
             if (STAGES == 1) {
                 __syncthreads();
-                issue();
+                loader.issue();
                 async_wait<0>();
                 __syncthreads();
             }
@@ -485,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             __syncthreads();
 
             // Everybody has left the block before: its stage takes the next one.
-            if (STAGES > 1) issue();
+            if (STAGES > 1) loader.issue();
             float factor[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -545,9 +552,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if (continues) continue;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int row = (g + 8 * half) / GROUP_HEADS, head = kv_head * GROUP_HEADS + (g + 8 * half) % GROUP_HEADS;
-            if (row >= tile.rows) continue;
-            const size_t entry = ((size_t)(tile.first_row + row) * NUM_HEADS + head) * max_splits + sub;
+            if (entries[half] < 0) continue;
+            const size_t entry = entries[half] + sub;
             ValuePlane<V_PLANE>::store(partials + entry * HEAD_DIM, total, half, warp);
             if (threadIdx.x < 32 && (lane & 3) == 0) statistics[entry] = make_float2(total_maximum[half], total_sum[half]);
         }

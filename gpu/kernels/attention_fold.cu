@@ -77,11 +77,11 @@ DEVICE void fold_range(Fold& fold, const float* partials, const float2* statisti
     }
 }
 
-// partials: f32 [row][head][max_splits][HEAD_DIM]; statistics: f32 pairs (maximum, sum) [row][head][max_splits].
+// partials, statistics: as the decode kernel leaves them.
 // activation: bf16 of width NUM_HEADS * HEAD_DIM in ACTIVATION_LAYOUT.
 extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS)
     attention_fold(const AttentionTile* tiles, const float* partials, const float2* statistics, u16* activation,
-                   i32 chunks, i32 max_splits) {
+                   i32 chunks, i32 max_splits, i32 tile_stride) {
     __shared__ float4 steps[FOLD_WARPS][32];
     __shared__ float group_values[FOLD_WARPS][HEAD_DIM];
     __shared__ float2 group_statistics[FOLD_WARPS];
@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS)
 
     const int row = tile.first_row + blockIdx.x, tile_blocks = blocks_of(tile.first_position + tile.rows);
     const int num_splits = sub_splits_of(tile.first_position + blockIdx.x + 1);
-    const size_t first_entry = ((size_t)row * NUM_HEADS + head) * max_splits;
+    const size_t first_entry =
+        ((size_t)scratch_row(tile, blockIdx.z, blockIdx.x, tile_stride) * NUM_HEADS + head) * max_splits;
     const int num_groups = group_of(num_splits - 1) + 1;
     Fold total;
     total.clear();

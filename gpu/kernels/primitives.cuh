@@ -218,6 +218,12 @@ DEVICE uint4 load_streaming(const void* p) {
 #endif
     return v;
 }
+// An entry of a table. The compiler does not take it for the same in all lanes, so it waits at the first use only.
+DEVICE u64 load_global64(const void* p) {
+    u64 v;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+}
 // 16 bytes that an earlier kernel of the step wrote.
 DEVICE uint4 load_global128(const void* p) {
     uint4 v;
@@ -288,6 +294,10 @@ DEVICE u32 subtract_bf16x2(u32 a, u32 b) {
 #if HAS_BULK
     u32 r;
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#elif HAS_MMA
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(0x3f803f80u), "r"(b ^ 0x80008000u));
     return r;
 #else
     return pack_bf16(bf16_low(a) - bf16_low(b), bf16_high(a) - bf16_high(b));

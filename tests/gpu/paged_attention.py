@@ -54,10 +54,10 @@ def random_queries(num_rows: int, num_heads: int, head_dim: int, seed: int) -> A
 
 
 def decode_cells(layout: KVLayout, layer: int, pages: Array, num_cells: int) -> tuple[Array, Array]:
-    """K and V of consecutive pages as stored: (num_kv_heads, num_cells, head_dim) f64."""
+    """K and V of consecutive pages, rounded to f16 as they enter attention: (num_kv_heads, num_cells, head_dim) f64."""
     planes = []
     for is_v, fmt in ((0, layout.k_format), (1, layout.v_format)):
-        parts = [decode(fmt, *read_page(layout, layer, is_v, page)) for page in pages]
+        parts = [decode(fmt, *read_page(layout, layer, is_v, page)).astype(np.float16) for page in pages]
         planes.append(np.concatenate(parts, axis=1)[:, :num_cells].astype(np.float64))
     return planes[0], planes[1]
 

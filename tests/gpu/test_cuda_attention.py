@@ -62,7 +62,7 @@ class Scene:
 
     def build(self, *without: str) -> DecodeAttention:
         device = self.lab.device
-        return DecodeAttention(device.kernels, self.layout, self.num_heads, device.num_processors, without)
+        return DecodeAttention(device.kernels, self.layout, self.num_heads, device.num_processors, without=without)
 
     def queries(self, num_rows: int, seed: int = 3) -> Any:
         return random_queries(num_rows, self.num_heads, self.layout.head_dim, seed)
@@ -172,6 +172,18 @@ def test_a_row_has_the_same_bits_alone_in_a_tile_and_in_a_batch(scenes: Any, kv_
             np.concatenate((others[:1], queries, others[1:])),
         ).output
         assert np.array_equal(batch[1:5], alone)
+
+
+def test_rows_of_tiles_among_many_others_have_the_same_bits(scenes: Any) -> None:
+    scene = scenes("k8v4", 128, 4, 64, 1000, 2)
+    queries, table = scene.queries(40), scene.addresses([903, 64])
+    run = DecodeRun(scene.lab, scene.attention, table, [Tile(0, 30, 3, 900), Tile(1, 7, 1, 63)], queries)
+    alone = DecodeRun(scene.lab, scene.attention, table, [Tile(0, 0, 3, 900)], queries[30:33]).output
+    assert np.array_equal(run.output[30:33], alone)
+    other = DecodeRun(scene.lab, scene.attention, table, [Tile(1, 0, 1, 63)], queries[7:8]).output
+    assert np.array_equal(run.output[7:8], other)
+    untouched = [row for row in range(40) if row not in (7, 30, 31, 32)]
+    assert (run.output[untouched] == 0xFFFF).all()
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
