@@ -7,6 +7,7 @@
     |   |-- TensorMissing      the architecture needs a tensor that the file lacks
     |   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
     |-- DeviceUnavailable      no usable GPU, driver or CUDA package (raised at start; says what is missing)
+    |-- DeviceFailure          a CUDA call failed: the device's state is unknown (ends the process)
     |-- KernelCompileError     NVRTC refused a kernel (raised at start; carries the compiler's log)
     |-- PlanError              a step plan or a call that breaks the cache's contract, refused before anything is queued
     |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
@@ -71,6 +72,10 @@ class UnsupportedModel(ModelFileError):
 
 class DeviceUnavailable(GpuError):
     """No usable GPU, driver or CUDA package. Raised at start; the message says what is missing and how to get it."""
+
+
+class DeviceFailure(GpuError):
+    """A CUDA call failed. Such errors stay with the process, which ends; its turns go on elsewhere."""
 
 
 class KernelCompileError(GpuError):

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import _record
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.rows import CellKernels, DeviceRope, RowTables, rms_norm
+from gpu.cuda.rows import DeviceRope, PageKernels, RowTables, rms_norm
 from gpu.formats import CACHE_FORMATS
 from gpu.layout import KVLayout
 from tests.gpu.lab import Lab
@@ -63,7 +63,7 @@ class Bench:
         fmt = CACHE_FORMATS[name]
         self.lab, self.name, self.num_rows = lab, name, num_rows
         self.layout = KVLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, fmt.k, fmt.v)
-        self.kernels = CellKernels(lab.device.kernels, self.layout)
+        self.kernels = PageKernels(lab.device.kernels, self.layout)
         device = lab.device
         is_prefill = num_rows > max(DECODE_ROWS)
         page = np.arange(num_rows) // PAGE_SIZE if is_prefill else np.arange(num_rows)

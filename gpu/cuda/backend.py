@@ -18,7 +18,7 @@ from gpu.cuda.memory import CudaMemory
 from gpu.cuda.model import DeviceModel
 from gpu.cuda.sampling import DeviceSampler
 from gpu.cuda.step_builder import ON_DEVICE, BuiltStep, StepBuilder, known_token_ids
-from gpu.errors import GpuError, NonFiniteInput, PlanError
+from gpu.errors import DeviceFailure, GpuError, NonFiniteInput, PlanError
 from gpu.plan import EntryResult, PlanEntry, RowKind, StepPlan, StepResult
 from gpu.sampling import Sampled, SampleRequest, requests_of
 from gpu.step_cells import StepCells
@@ -119,10 +119,12 @@ class CudaBackend:
         cells = self.cache.begin_step(plan)
         try:
             step = self._queue_step(cells, token_ids, requests)
-        except Exception:
+        except GpuError:
             self.device.compute.sync()
             self.cache.abandon_step(cells)
             raise
+        except Exception as error:  # cuda.core's errors have no public root; whatever it is, the queue is unknown
+            raise DeviceFailure(str(error)) from error
         for entry, rows in zip(plan.entries, requests, strict=True):
             entry.sequence.last_sampled = ON_DEVICE if rows and entry.kind is not RowKind.VERIFY else None
         self._queue.append(step)
@@ -132,7 +134,10 @@ class CudaBackend:
         """Take the results of queued steps, oldest first, up to and with those of `last`."""
         while last.outcome is None:
             step = self._queue.popleft()
-            step.event.sync()
+            try:
+                step.event.sync()
+            except Exception as error:
+                raise DeviceFailure(str(error)) from error
             if step.begin is not None:
                 self.device_s += (step.event - step.begin) * 1e-3
             try:

@@ -12,7 +12,7 @@ from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.attention import AttentionTables, DecodeAttention, DecodePlan
 from gpu.cuda.device import CudaDevice
 from gpu.cuda.prefill_attention import PrefillAttention, PrefillPlan
-from gpu.cuda.rows import CellKernels, DeviceRope, HeadNorm, RowTables
+from gpu.cuda.rows import DeviceRope, HeadNorm, PageKernels, RowTables
 from gpu.cuda.step_tables import SequenceSlots, TableBlock
 from gpu.errors import PlanError
 from gpu.layout import KVLayout
@@ -68,7 +68,7 @@ class StepCellKernels:
         rope: DeviceRope,
         max_position: int,
         slots: SequenceSlots,
-        kernels: CellKernels,
+        kernels: PageKernels,
         *,
         max_rows: int,
         proofs: int,

@@ -12,7 +12,7 @@ from cuda.core import Device, Event, EventOptions, Stream, StreamOptions
 from numpy.typing import NDArray
 
 from gpu.cuda.kernel import KernelLibrary, check
-from gpu.errors import CapacityError, DeviceUnavailable
+from gpu.errors import CapacityError, DeviceFailure, DeviceUnavailable
 
 MIN_CAPABILITY: Final = (7, 0)
 _OVERLAP_CAPABILITY: Final = (9, 0)
@@ -73,7 +73,7 @@ class CudaDevice:
         try:
             check(driver.cuInit(0))
             count = int(check(driver.cuDeviceGetCount()))
-        except (RuntimeError, ImportError, OSError) as error:
+        except (DeviceFailure, RuntimeError, ImportError, OSError) as error:
             raise DeviceUnavailable(f"no CUDA device can be used here: {error}") from error
         devices = [Device(index) for index in range(count)]
         for index, device in enumerate(devices):

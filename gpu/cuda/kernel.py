@@ -11,7 +11,7 @@ from cuda.core import Kernel, LaunchConfig, launch
 
 from gpu.cuda.kernel_table import KernelEntry, KernelSource
 from gpu.cuda.programs import ProgramCompiler
-from gpu.errors import KernelCompileError, PlanError
+from gpu.errors import DeviceFailure, KernelCompileError, PlanError
 
 _STATIC_SHARED_LIMIT: Final = 48 << 10
 
@@ -89,8 +89,8 @@ class KernelLibrary:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The values of a driver call. Raises RuntimeError that names the CUDA error."""
+    """The values of a driver call. Raises DeviceFailure that names the CUDA error."""
     status, *values = result
     if int(status) != 0:
-        raise RuntimeError(f"CUDA driver: {status.name}")
+        raise DeviceFailure(f"CUDA driver: {status.name}")
     return values[0] if len(values) == 1 else tuple(values)

@@ -13,7 +13,7 @@ from gpu.cuda.cell_kernels import StepCellKernels
 from gpu.cuda.device import CudaDevice
 from gpu.cuda.memory import CudaMemory
 from gpu.cuda.model import DeviceModel
-from gpu.cuda.rows import CellKernels, DeviceRope
+from gpu.cuda.rows import DeviceRope, PageKernels
 from gpu.cuda.sampling import DeviceSampler
 from gpu.cuda.step_builder import StepBuilder
 from gpu.cuda.step_shape import MAX_SKINNY_ROWS
@@ -83,7 +83,7 @@ def _load(
         device, config, weights, sampler, slots, max_rows=max_rows,
         max_entries=max(num_sequences, MAX_SKINNY_ROWS), max_sampled=max_sampled,
     )  # fmt: skip
-    page_kernels = CellKernels(device.kernels, layout)
+    page_kernels = PageKernels(device.kernels, layout)
     kernels = StepCellKernels(
         device, layout, config.num_heads, _upload_rope(device, rope), rope.max_position, slots, page_kernels,
         max_rows=max_rows, proofs=model.proofs,

@@ -9,7 +9,7 @@ from cuda.core import Event
 from numpy.typing import NDArray
 
 from gpu.cuda.device import CudaDevice
-from gpu.cuda.rows import CellKernels
+from gpu.cuda.rows import PageKernels
 from gpu.device_memory import CellRange
 from gpu.layout import KVLayout
 from gpu.mirror import MirrorArena
@@ -24,7 +24,7 @@ class CudaMemory:
     """
 
     def __init__(
-        self, device: CudaDevice, layout: KVLayout, kernels: CellKernels, mirror_bytes: int, num_slots: int
+        self, device: CudaDevice, layout: KVLayout, kernels: PageKernels, mirror_bytes: int, num_slots: int
     ) -> None:
         self.num_slots = num_slots
         self.pinned = device.pin(mirror_bytes)

@@ -92,7 +92,7 @@ class ProgramCompiler:
         try:
             program = Program(_text(source.file), "c++", options)
             return program.compile("cubin", logs=notes, cache=store)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # NVRTC's own errors derive from Exception alone
             raise KernelCompileError(source.file, f"{self.arch} {dict(parameters)}: {error}") from error
 
     def _open_cache(self) -> FileStreamProgramCache:

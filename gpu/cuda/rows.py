@@ -121,7 +121,7 @@ class DeviceRope:
             raise LayoutError("rope_dim", table.rope_dim, f"must be a multiple of {step} up to {head_dim} on CUDA")
 
 
-class CellKernels:
+class PageKernels:
     """The kernels of one page layout. Raises LayoutError for shapes that they are not made for."""
 
     def __init__(self, library: KernelLibrary, layout: KVLayout) -> None:

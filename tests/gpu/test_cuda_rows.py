@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpu.cuda.activations import ActivationLayout, pack_activations
 from gpu.cuda.device import DeviceBuffer, PinnedBuffer
-from gpu.cuda.rows import CellKernels, DeviceRope, HeadNorm, RowTables, embed_tokens, publish_step, rms_norm
+from gpu.cuda.rows import DeviceRope, HeadNorm, PageKernels, RowTables, embed_tokens, publish_step, rms_norm
 from gpu.cuda.weight_packing import PackedStorage, bf16_bits, pack, unpack
 from gpu.errors import LayoutError
 from gpu.formats import CACHE_FORMATS
@@ -86,7 +86,7 @@ class World:
         # Padding rows at the start, in the middle and at the end.
         self.place = np.arange(count) + 1 + (np.arange(count) >= count // 2)
         self.num_entries = int(rows.sequence_index.max()) + 1
-        self.kernels = CellKernels(self.lab.device.kernels, layout)
+        self.kernels = PageKernels(self.lab.device.kernels, layout)
         self.tables = RowTables(
             slots=self.table(rows.sequence_index, np.int32, -1),
             positions=self.table(rows.positions, np.int32, -1),
@@ -307,7 +307,7 @@ def test_append_unusable_rope_tables_are_refused_by_name() -> None:
 
 def test_append_unusable_head_dims_are_refused_by_name(lab: Lab) -> None:
     with pytest.raises(LayoutError, match="head_dim=96: must be 64 or 128"):
-        CellKernels(lab.device.kernels, layout_of("f16", 96, 16))
+        PageKernels(lab.device.kernels, layout_of("f16", 96, 16))
 
 
 @pytest.mark.parametrize(("name", "head_dim", "page_size"), PAGE_SHAPES)
@@ -317,7 +317,7 @@ def test_poison_pages_sets_the_marks_of_the_proof(lab: Lab, name: str, head_dim:
     arena = lab.filled(5 * size, GUARD)
     chosen = [3, 1]
     pages = lab.array(np.array([arena.address + index * size for index in chosen], np.uint64))
-    CellKernels(lab.device.kernels, layout).poison(lab.stream, pages.address, len(chosen))
+    PageKernels(lab.device.kernels, layout).poison(lab.stream, pages.address, len(chosen))
     expected = np.full(5 * size, GUARD, np.uint8)
     for index in chosen:
         Poison(layout).set(expected[index * size : (index + 1) * size])
@@ -375,7 +375,7 @@ def compare(
     starts = np.arange(count, dtype=np.uint64) * np.uint64(layout.page_bytes)
     tables = [lab.array(np.uint64(base) + starts) for base in (slots.address, pinned.address)]
     cells, differing = lab.array(np.array(lengths, np.int32)), lab.filled(4 * count, 0)
-    CellKernels(lab.device.kernels, layout).compare(
+    PageKernels(lab.device.kernels, layout).compare(
         lab.stream, tables[0].address, tables[1].address, cells.address, count, differing.address, num_ctas
     )
     found: list[int] = lab.get(differing, np.int32).tolist()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from gpu.backend import Backend, StepHandle
 from gpu.cache import HoldKind
-from gpu.errors import CapacityError, InvariantViolation, MirrorDivergence
+from gpu.errors import CapacityError, DeviceFailure, InvariantViolation, MirrorDivergence
 from gpu.plan import EntryResult, PlanEntry, StepPlan
 from workers.engine.promises import PagePromises
 from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
@@ -219,7 +219,7 @@ class Engine:
         begun = time.monotonic()
         try:
             handle = self.backend.launch(plan)
-        except InvariantViolation:
+        except (InvariantViolation, DeviceFailure):
             raise
         except Exception as error:  # any fault of a step is contained: alone it fails its turn, else all run alone
             self._contain([running for running, _ in chosen], error)
