@@ -1,7 +1,7 @@
 // Packs row-major weights into tiles and units (weights.cuh), quantizing where the storage asks for it.
 //
-// A warp makes one unit: 16 rows x 64 k. Lane 4 g + t holds rows g and g + 8, of each k16 the columns 2t, 2t + 1, 2t + 8
-// and 2t + 9: its own fragments. A quad therefore holds whole rows, over which scales are found.
+// A warp makes one unit: 16 rows x 64 k. Lane 4 g + t holds rows g and g + 8, of each k16 the columns 2t, 2t + 1,
+// 2t + 8 and 2t + 9: its own fragments. A quad therefore holds whole rows, over which scales are found.
 //
 // STORAGE  of the result
 // SOURCE   0: f32, 1: bf16
