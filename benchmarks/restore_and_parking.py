@@ -99,7 +99,8 @@ def parking_figures(model: Path, settings: dict[str, Any]) -> list[dict[str, Any
         store = service.store
         assert isinstance(store, TimedStore)
         _Reply(service, 0, num_quads=1)
-        replies, thread_ms, upload_ms = [], [], []
+        replies: list[_Reply] = []
+        thread_ms, upload_ms = [], []
         end = time.monotonic() + PARKING_S
         while time.monotonic() < end:
             store.seconds.clear()
