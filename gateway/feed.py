@@ -45,7 +45,9 @@ class TurnFeed:
         Raises the ApiError that ended a reader.
         """
         try:
-            arrival = await asyncio.wait_for(self._arrivals.get(), timeout_s)
+            # Not wait_for, which hands every event to one more task.
+            async with asyncio.timeout(timeout_s):
+                arrival = await self._arrivals.get()
         except TimeoutError:
             return None
         if isinstance(arrival, ApiError):

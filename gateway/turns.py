@@ -1,4 +1,4 @@
-"""Turn control as the gateway uses it: one asyncio client, one event hub, one message sender per process.
+"""Turn control as the gateway uses it: one asyncio client and one event hub per process.
 
 Maps every outcome and fault of `workers.turns` to the HTTP errors of this package.
 """
@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from gateway.errors import ApiError, Conflict, InvalidRequest, NotFound, Overloaded, TurnFault, Unavailable
 from gateway.settings import GatewaySettings
 from snapshot_store.transcript import TranscriptEntry
-from workers.dispatch import Dispatcher
+from workers.dispatch import TurnMessages, dispatch_app, queue_of
 from workers.turns import calls
 from workers.turns.control import AsyncTurnControl, Patience, connect_async
 from workers.turns.errors import BadTurnData, ControlFull, ControlUnavailable, DurabilityLost, TurnControlError
@@ -73,7 +73,7 @@ class TurnService:
         self._client = connect_async(settings.control_url, timeout_s=settings.control_timeout_s)
         self._control = AsyncTurnControl(self._client, Patience(outage_s=settings.control_timeout_s))
         self._hub = AsyncEventHub(settings.control_url)
-        self._dispatcher = Dispatcher(settings.control_url)
+        self._messages = TurnMessages(dispatch_app(settings.control_url))
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -85,7 +85,6 @@ class TurnService:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._hub.__aexit__(None, None, None)
         await self._client.aclose()
-        await asyncio.to_thread(self._dispatcher.close)
 
     @property
     def control(self) -> AsyncTurnControl:
@@ -98,7 +97,7 @@ class TurnService:
         return self._hub.num_subscriptions
 
     async def submit(self, request: TurnRequest, idempotency: Idempotency | None) -> Submitted:
-        """Accept a turn once and send its message; the sweeper covers a message that is lost.
+        """Accept a turn once, together with its message; the sweeper covers a message that is lost.
 
         Raises Overloaded (queue full), Conflict (the key was used with another body), NotFound (no such
         parent or conversation in the tenant), InvalidRequest (a parent that failed, a worker that is not there),
@@ -106,8 +105,6 @@ class TurnService:
         """
         outcome = await self.run(self._accept(request, idempotency))
         _raise_refusal(outcome, request)
-        if outcome.dispatch is not None:
-            self._send(outcome.dispatch)
         if outcome.kind is AcceptKind.EXISTING and outcome.turn_id != request.turn_id:
             return await self._existing(request.tenant, outcome.turn_id)
         return Submitted(outcome.turn_id, request.created_at)
@@ -205,6 +202,7 @@ class TurnService:
                 self._limits,
                 idempotency_key=idempotency.key if idempotency else None,
                 body_digest=idempotency.body_digest if idempotency else b"",
+                message=self._messages.of(request.turn_id),
             )
         except BadTurnData as error:
             raise InvalidRequest(f"this request cannot be stored: {error.limit}", code="invalid_value") from error
@@ -230,7 +228,7 @@ class TurnService:
             raise NotFound("the event stream of this response has expired", code="stream_expired")
 
     def _send(self, dispatch: Dispatch) -> None:
-        self._spawn(self._send_in_thread(dispatch))
+        self._spawn(self._send_quietly(dispatch))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -243,11 +241,12 @@ class TurnService:
         except ApiError as error:
             logger.warning("turn %s was not cancelled after its client left: %s", turn_id, error)
 
-    async def _send_in_thread(self, dispatch: Dispatch) -> None:
+    async def _send_quietly(self, dispatch: Dispatch) -> None:
+        queue = queue_of(dispatch)
         try:
-            await asyncio.to_thread(self._dispatcher.send, dispatch)
-        except ControlUnavailable as error:
-            logger.warning("the message was not sent, a worker's sweep will: %s", error)
+            await self._control.run(calls.push_message(queue, self._messages.of(dispatch.turn_id).to(queue)))
+        except (TurnControlError, OSError) as error:
+            logger.warning("the message of turn %s was not sent, a worker's sweep will: %s", dispatch.turn_id, error)
 
 
 def _raise_refusal(outcome: AcceptOutcome, request: TurnRequest) -> None:

@@ -97,14 +97,11 @@ class Conversations:
         if claimed.parent_id is not None:
             return reader.path(claimed.parent_id)
         if claimed.request.stateless and claimed.prompt_ids is None:
-            found = self._control.run(find_history(claimed.request.tenant, self.history_digests(claimed)))
+            digests = _reply_digests(claimed)
+            found = self._control.run(find_history(claimed.request.tenant, digests)) if digests else None
             if found is not None:
                 return reader.path(found[1])
         return ()
-
-    def history_digests(self, claimed: ClaimedTurn) -> list[bytes]:
-        """Digests of every prefix of a stateless request's messages."""
-        return digests_of(claimed, claimed.request.messages)
 
 
 def digests_of(claimed: ClaimedTurn, messages: Sequence[dict[str, Any]]) -> list[bytes]:
@@ -113,6 +110,13 @@ def digests_of(claimed: ClaimedTurn, messages: Sequence[dict[str, Any]]) -> list
     return history_digests(
         messages, tenant=request.tenant, model=request.model, scope=request.scope, key_id=request.key_id
     )
+
+
+def _reply_digests(claimed: ClaimedTurn) -> list[bytes]:
+    """Digests of those prefixes of a stateless request's messages that a turn can have ended: with a reply."""
+    messages = claimed.request.messages
+    digests = digests_of(claimed, messages)
+    return [digests[n] for n, message in enumerate(messages, 1) if message["role"] == "assistant"]
 
 
 def with_reply(history: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:

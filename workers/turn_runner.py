@@ -111,17 +111,9 @@ class _Run:
         turn = self._parts.conversations.freeze(self._claimed)
         self._report.prompt_tokens = len(turn.ids)
         max_tokens = reply_limit(self._parts, self._claimed, turn)
-        self._send_started(turn)
         pages = turn_pages(self._parts, self._claimed, turn)
         reason = self._generate(turn, pages, max_tokens)
         self._commit(turn, pages, reason)
-
-    # -- before the first step -------------------------------------------------------------------------------------
-
-    def _send_started(self, turn: FrozenTurn) -> None:
-        if not self._claimed.started:
-            info = {"prompt_tokens": len(turn.ids)}
-            self._send([self._reply.started(info)])
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
@@ -158,6 +150,9 @@ class _Run:
                 self._report.resolution = resolution
             begun = time.monotonic()
             parts.engine.start(running)
+            if self._reply.next_number == 0:
+                # While the engine computes: no token waits for it.
+                self._send([self._reply.started({"prompt_tokens": len(turn.ids)})])
             return self._consume(engine_turn, len(token_ids), resolution, begun)
         finally:
             self._live.watch(None)

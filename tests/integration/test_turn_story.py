@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -199,3 +200,28 @@ def test_threads_of_a_stopped_worker_are_gone(make_fleet: MakeFleet) -> None:
     fleet.stop()
     after = {thread.name for thread in threading.enumerate() if thread.is_alive()}
     assert after - before <= {"pymain"}
+
+
+def test_first_token_waits_for_claim_and_frozen_prompt_alone(
+    local_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = local_fleet.worker("a")
+    heard: list[str] = []
+
+    def hear(owner: object, method: str, name_of: Callable[..., str]) -> None:
+        original = getattr(owner, method)
+
+        def heard_first(*arguments: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                heard.append(name_of(*arguments))
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, method, heard_first)
+
+    hear(worker.control, "run", lambda call: call.script.name)
+    hear(worker.engine, "start", lambda running: "start")
+    hear(worker.presence, "nudge", lambda: "nudge")
+    worker.run_turn(local_fleet.accept(STORY, stateless=True))
+    assert heard[:4] == ["claim", "freeze_prompt", "start", "append_events"]
+    assert heard[-1] == "nudge"
+    assert "find_history" not in heard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Callable
 
@@ -10,8 +12,9 @@ from celery import Celery
 
 from tests.services import ValkeyServer
 from tests.worker_process import CeleryWorker, Fleet, wait_until
-from workers.dispatch import Dispatcher, celery_options
+from workers.dispatch import TASK_NAME, Dispatcher, celery_options, dispatch_app
 from workers.turns import calls
+from workers.turns.control import connect
 from workers.turns.errors import ControlUnavailable
 from workers.turns.events import TurnState
 from workers.turns.outcomes import Dispatch
@@ -159,6 +162,36 @@ def test_dispatch_on_a_dead_server_raises_and_works_again_after_its_start(
     server.start()
     dispatcher.send(message)
     dispatcher.close()
+
+
+def test_dispatched_message_is_what_celery_itself_would_have_sent(control_server: ValkeyServer) -> None:
+    app = dispatch_app(control_server.url)
+    app.send_task(TASK_NAME, args=("a",), queue="kvalet.model.tiny", declare=[], ignore_result=True)
+    dispatcher = Dispatcher(control_server.url)
+    dispatcher.send(Dispatch("a", "tiny", None))
+    ours, celerys = map(json.loads, connect(control_server.url).lrange("kvalet.model.tiny", 0, -1))
+    ids = [ours["headers"].pop("id"), celerys["headers"].pop("id")]
+    assert ids == [m["headers"].pop("root_id") for m in (ours, celerys)]
+    assert ids == [m["properties"].pop("correlation_id") for m in (ours, celerys)]
+    assert len({*ids, *(m["properties"].pop("delivery_tag") for m in (ours, celerys))}) == 4
+    # The address for results, of which there are none, is the sending app's own.
+    assert [bool(m["properties"].pop("reply_to")) for m in (ours, celerys)] == [True, True]
+    assert ours == celerys
+    dispatcher.close()
+
+
+def test_delivery_of_a_message_leaves_no_copy_to_acknowledge(
+    fleet: Fleet, start_worker: StartWorker, control_server: ValkeyServer
+) -> None:
+    start_worker("w1").wait_ready()
+    with connect(control_server.url).monitor() as monitor:
+        fleet.submit("a")
+        fleet.wait_end("a")
+        fleet.control.client.echo("enough")
+        commands = (entry["command"] for entry in monitor.listen())
+        heard = list(itertools.takewhile(lambda command: "enough" not in command, commands))
+    assert any(command.startswith("BRPOP") for command in heard)
+    assert not [command for command in heard if "unacked" in command]
 
 
 def test_dead_workers_queue_is_deleted(fleet: Fleet, start_worker: StartWorker, control_server: ValkeyServer) -> None:

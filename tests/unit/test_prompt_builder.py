@@ -193,6 +193,12 @@ def test_spans_of_a_stripped_content_are_found_beside_whitespace_of_the_template
     assert spans == [Content(0, "a"), Literal("\n"), Content(1, "b")]
 
 
+def test_spans_keep_what_looks_like_a_placeholder_and_is_none_in_the_templates_text() -> None:
+    [word], [stranger] = placeholders(["a"]), placeholders(["b"])
+    spans = find_spans(f"{stranger}<{word}>", [word], f"{stranger}<a>", ["a"])
+    assert spans == [Literal(f"{stranger}<"), Content(0, "a"), Literal(">")]
+
+
 @pytest.mark.parametrize("rendered", ["<A>", "< a >x", "<a", "a>"])
 def test_spans_that_do_not_explain_the_whole_text_are_none(rendered: str) -> None:
     [word] = placeholders([" a "])

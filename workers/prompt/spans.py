@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Content:
 
 
 Span = Literal | Content
+
+_PLACEHOLDER: Final = re.compile("KV[0-9a-f]{24}N[0-9]+X")
 
 
 def placeholders(contents: Sequence[str]) -> list[str]:
@@ -66,11 +69,15 @@ def find_spans(
 
 def _pieces(text: str, words: Sequence[str]) -> list[str | int]:
     """Literal texts and content indices in the order of `text`."""
-    if not words:
-        return [text]
     index_of = {word: index for index, word in enumerate(words)}
-    split = re.split("(" + "|".join(map(re.escape, words)) + ")", text)
-    return [index_of.get(part, part) for part in split if part]
+    pieces: list[str | int] = []
+    start = 0
+    for match in _PLACEHOLDER.finditer(text):
+        # What looks like a placeholder and is none of ours stays part of the template's text.
+        if (index := index_of.get(match[0])) is not None:
+            pieces += [text[start : match.start()], index]
+            start = match.end()
+    return [piece for piece in (*pieces, text[start:]) if piece != ""]
 
 
 def _forms(content: str) -> list[str]:

@@ -9,7 +9,7 @@ from snapshot_store.keys import transcript_key
 from workers.turns.codec import pack_request
 from workers.turns.keys import tenant_key
 from workers.turns.outcomes import AcceptKind, AcceptLimits, AcceptOutcome
-from workers.turns.records import TurnRequest
+from workers.turns.records import QueueMessage, TurnRequest
 from workers.turns.replies import dispatch, text
 from workers.turns.script import ScriptCall, load_script
 
@@ -20,6 +20,7 @@ def accept(
     *,
     idempotency_key: str | None = None,
     body_digest: bytes = b"",
+    message: QueueMessage | None = None,
 ) -> ScriptCall[AcceptOutcome]:
     """Accept a turn into its branch.
 
@@ -27,6 +28,8 @@ def accept(
     in a conversation a turn waits for those accepted before it. idempotency_key is the client's own, bound to
     `body_digest` (any hash of the body) and to the API key of the request; while its turn is open or has completed it
     answers EXISTING, another body KEY_CONFLICT; after failed, cancelled or expired a new turn starts.
+    message: pushed to the turn's queue in the same step if the turn is runnable; without it the caller sends the
+    outcome's dispatch.
     Repeating the call with the same turn_id answers as the first time. Raises BadTurnData, BadKeyPart.
     """
     idempotency = ""
@@ -44,6 +47,7 @@ def accept(
             int(request.store), str(request.scope), idempotency, body_digest,
             limits.max_open_per_model, limits.max_open_per_tenant, str(limits.memory_fraction),
             limits.idempotency_ttl_s, limits.stream_ttl_s, limits.retention_s,
+            message.head if message else b"", message.tail if message else b"",
         ),
         parse=_parse,
         durable=request.durability == "host",

@@ -101,7 +101,8 @@ class Subscription:
             if left <= 0:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), min(left, 1.0))
+                async with asyncio.timeout(min(left, 1.0)):
+                    await self._arrived.wait()
 
 
 class AsyncEventHub:

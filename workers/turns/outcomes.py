@@ -39,7 +39,8 @@ class AcceptOutcome:
     """Answer to accept.
 
     turn_id: the turn that serves this request (for EXISTING the earlier one), empty when refused. dispatch: the
-    message to send now, None when the turn waits for another. retry_after_s: set for QUEUE_FULL and MEMORY_FULL.
+    message to send now, None when accept has sent it or the turn waits for another. retry_after_s: set for QUEUE_FULL
+    and MEMORY_FULL.
     """
 
     kind: AcceptKind

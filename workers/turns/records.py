@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,3 +78,15 @@ class ClaimedTurn:
     next_number: int
     emitted_ids: tuple[int, ...]
     started: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QueueMessage:
+    """A Celery message that names a turn, in two pieces: the JSON text of its queue's name goes between them."""
+
+    head: bytes
+    tail: bytes
+
+    def to(self, queue: str) -> bytes:
+        """The whole message for one queue."""
+        return self.head + json.dumps(queue).encode() + self.tail

@@ -1,11 +1,14 @@
 -- Accept a turn: its record, its idempotency key and its place in its branch, or a refusal that writes nothing.
 -- Keys: turn, branch, waiting, conversation, queued/forced, tenants, open, open_by_tenant, due, deadlines, worker,
 --       idempotency, the parent's transcript
+--       model_queue, worker_queue
+-- ARGV[21], [22]: the turn's queue message before and after the JSON text of its queue's name, or both ''
 -- Returns {kind, turn id, messages to send, retry after (s)}
 local id, tenant, model, request, parent_id, conversation_id = unpack(ARGV, 1, 6)
 local created_s, deadline_ms, priority, worker, store, scope, idempotency, body = unpack(ARGV, 7, 14)
 local max_model, max_tenant, memory_fraction = tonumber(ARGV[15]), tonumber(ARGV[16]), tonumber(ARGV[17])
 local idempotency_ttl_s, stream_ttl_s, retention_s = ARGV[18], ARGV[19], ARGV[20]
+local message_head, message_tail = ARGV[21], ARGV[22]
 local now = now_ms()
 
 local function refuse(kind, retry_after_s) return {kind, '', {}, retry_after_s or 0} end
@@ -90,6 +93,11 @@ if parent then
 end
 if (not parent or COMMITTED[parent.state]) and call('LINDEX', K.branch .. branch, 0) == id then
   enqueue(turn, now, sends)
+end
+if message_head ~= '' and sends[1] then
+  local queue = sends[1][3] ~= '' and K.worker_queue .. sends[1][3] or K.model_queue .. model
+  call('LPUSH', queue, message_head .. cjson.encode(queue) .. message_tail)
+  sends = {}
 end
 set(turn, 'sends', cmsgpack.pack(sends))
 return {'accepted', id, sends, 0}
