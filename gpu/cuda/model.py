@@ -104,7 +104,8 @@ class DeviceModel:
 
     def _step_launch(self, stream: Any, built: BuiltStep, kernels: StepCellKernels) -> StepLaunch:
         shape = built.shape
-        decode = kernels.decode.plan(shape.few_rows, shape.tiles, shape.max_length) if shape.tiles else None
+        sizes = (shape.few_rows, shape.tiles, shape.max_length, shape.tile_rows)
+        decode = kernels.decode.plan(*sizes) if shape.tiles else None
         prefill = kernels.prefill.plan(shape.wide_tiles) if shape.wide_tiles else None
         mirror = self._mirror_stream if shape.wide_tiles else None
         return StepLaunch(stream, built.tables, shape.rows, shape.entries, decode, prefill, mirror)

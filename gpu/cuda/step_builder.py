@@ -83,6 +83,7 @@ class StepBuilder:
             entries=len(entries),
             few_rows=sum(tile.num_rows for tile in few),
             tiles=len(few),
+            tile_rows=self._tile_rows if any(tile.num_rows > 1 for tile in few) else 1,
             wide_tiles=len(many),
             sampled=len(sampled),
             max_length=max(entry.end for entry in cells.entries),

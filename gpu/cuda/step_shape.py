@@ -16,14 +16,15 @@ class StepShape:
     """Sizes that kernels of a step are launched with; tables are padded up to them.
 
     rows, entries: of the plan. tiles: attention tiles of the first few_rows rows, which belong to sequences with few
-    rows; wide_tiles: of the others. sampled: rows that get logits. max_length: cells of the longest sequence.
-    general_sampling: whether any row needs more than arg max.
+    rows; tile_rows: most rows of one; wide_tiles: of the others. sampled: rows that get logits. max_length: cells of
+    the longest sequence. general_sampling: whether any row needs more than arg max.
     """
 
     rows: int
     entries: int
     few_rows: int
     tiles: int
+    tile_rows: int
     wide_tiles: int
     sampled: int
     max_length: int
@@ -42,6 +43,7 @@ class StepShape:
             entries=rows,
             few_rows=rows,
             tiles=row_bucket(self.tiles),
+            tile_rows=self.tile_rows,
             wide_tiles=0,
             sampled=row_bucket(self.sampled) if self.sampled else 0,
             max_length=length_bucket(self.max_length),
