@@ -242,12 +242,13 @@ def choose_skinny_shape(case: ProductCase, arch: str, num_processors: int) -> Sk
     if case.storage is PackedStorage.INT8:
         units = 2 if groups > 4 else 4 // tiles
     elif case.storage is PackedStorage.INT4:
-        # Dequantized fragments need registers too.
         units = 2 if groups > 4 else 4
-        prefetch = 1 if groups >= 4 else prefetch
         if groups > 6:
             groups, tiles = (4, 2) if case.epilogue is Epilogue.SWIGLU else (8, 1)
     ctas = 2 if groups < 4 or (groups == 4 and case.storage is not PackedStorage.INT4) else 1
+    tight = case.storage is PackedStorage.INT4 or (case.storage is PackedStorage.INT8 and arch != "sm_90a")
+    if groups == 4 and tight:
+        prefetch = 1  # dequantized fragments need registers too
     return _fit_ring(case.storage, SkinnyShape(groups, tiles, units, 3, prefetch, ctas), arch)
 
 
