@@ -1,6 +1,6 @@
 """Fixtures that every test may use."""
 
-from tests.fleet_fixtures import local_fleet, make_fleet, tiny_gguf
+from tests.fleet_fixtures import fp16_gguf, local_fleet, make_fleet, tiny_gguf
 from tests.services import _control_process, _pages_process, control_server, pages_server, start_server
 from tests.worker_process import fleet, start_worker
 
@@ -9,6 +9,7 @@ __all__ = [
     "_pages_process",
     "control_server",
     "fleet",
+    "fp16_gguf",
     "local_fleet",
     "make_fleet",
     "pages_server",

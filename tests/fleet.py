@@ -42,12 +42,12 @@ GREEDY: Mapping[str, Any] = {"temperature": 0.0, "seed": 1}
 _numbers = itertools.count(1)
 
 
-def tiny_model(directory: Path, **changes: Any) -> Path:
+def tiny_model(directory: Path, make_tensors: Callable[..., Any] = random_tensors, **changes: Any) -> Path:
     """A GGUF with random weights, a byte-level vocabulary and a ChatML template."""
     vocabulary = byte_vocabulary()
     vocabulary["tokenizer.chat_template"] = CHATML
     config = tiny_config("llama", context_length=8192, vocab_size=len(vocabulary["tokenizer.ggml.tokens"]), **changes)
-    return write_gguf(directory / "tiny.gguf", config, random_tensors(config), vocabulary)
+    return write_gguf(directory / "tiny.gguf", config, make_tensors(config), vocabulary)
 
 
 class TurnClient:
@@ -220,4 +220,3 @@ def flush(*urls: str) -> None:
     """Empty servers."""
     for url in urls:
         redis.Redis.from_url(url).flushall()
-

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fleet import Fleet, tiny_model
+from tests.model_files import fp16_tensors
 from tests.services import ValkeyServer
 
 MakeFleet = Callable[..., Fleet]
@@ -18,6 +19,12 @@ MakeFleet = Callable[..., Fleet]
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a GGUF file."""
     return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def fp16_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose weights lose bits in bf16: workers that keep them so have other numerics."""
+    return tiny_model(tmp_path_factory.mktemp("fp16"), fp16_tensors)
 
 
 @pytest.fixture

@@ -104,6 +104,15 @@ def random_tensors(config: ModelConfig, seed: int = 1) -> Tensors:
     return tensors
 
 
+def fp16_tensors(config: ModelConfig, seed: int = 1) -> Tensors:
+    """`random_tensors` with all bits of fp16: bf16 cannot hold them, so storing them so gives other cells."""
+    rng = np.random.default_rng(seed + 1)
+    return {
+        name: (values * rng.uniform(0.998, 1.002, values.shape)).astype(np.float16).astype(np.float32)
+        for name, values in random_tensors(config, seed).items()
+    }
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from gpu.backend import Backend
 from gpu.cache import MirrorArena
@@ -21,6 +22,7 @@ from gpu.layout import KVLayout, default_page_size
 from gpu.model.config import ModelConfig
 from gpu.model.forward import HostModel
 from gpu.model.rope import rope_table
+from gpu.model.tensors import WeightStorage
 from gpu.simulated.backend import SimulatedBackend
 from gpu.warm_up import warm_up
 from snapshot_store.fingerprint import Fingerprint
@@ -29,6 +31,8 @@ from workers.model_source import LoadedSource, open_model
 from workers.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
+_HOST_STORAGE = MappingProxyType({"auto": None, "f32": WeightStorage.F32, "bf16": WeightStorage.BF16})
+_CUDA_STORAGE = MappingProxyType({"auto": "BF16", "bf16": "BF16", "int8": "INT8", "int4": "INT4"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,9 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     num_pages = settings.mirror_mib * (1 << 20) // layout.page_bytes
     if num_pages < 2:
         raise LayoutError("mirror_mib", settings.mirror_mib, f"two pages of {layout.page_bytes} bytes must fit")
-    load = _load_cuda if settings.backend == "cuda" else _load_host
+    load, storages = (_load_cuda, _CUDA_STORAGE) if settings.backend == "cuda" else (_load_host, _HOST_STORAGE)
+    if settings.weights not in storages:
+        raise LayoutError("weights", settings.weights, f"{settings.backend} keeps them as {', '.join(storages)}")
     with load(settings, source, config, layout) as (backend, storage):
         fingerprint = fingerprint_of(source, layout, backend, storage)
         rows_per_s = warm_up(backend)
@@ -97,7 +103,7 @@ def _load_host(
     """A backend that computes on the host, and how it stores weights; inside, its kernels may be compiled."""
     mirror = MirrorArena.allocate(settings.mirror_mib * (1 << 20) // layout.page_bytes * layout.page_bytes)
     threads = CpuThreads(settings.threads)
-    weights = source.load_weights()
+    weights = source.load_weights(_HOST_STORAGE[settings.weights])
     kernels, rope, sampler = NumbaKVKernels(threads), rope_table(config), HostSampler()
     # Numba compiles a kernel for all formats and shapes; whether a model needs it depends on its architecture.
     with compiling(f"{settings.backend}-{config.architecture}"):
@@ -131,7 +137,7 @@ def _load_cuda(
         ) from error
     options = CudaOptions(
         device=settings.device,
-        storage=PackedStorage[settings.weights.upper()],
+        storage=PackedStorage[_CUDA_STORAGE[settings.weights]],
         mirror_bytes=settings.mirror_mib << 20,
         device_kv_bytes=None if settings.device_kv_mib is None else settings.device_kv_mib << 20,
         max_sequences=2 * settings.slots + 2,
@@ -139,4 +145,4 @@ def _load_cuda(
         attest=settings.attest,
         resident_cells=settings.kv_resident,
     )
-    yield load_cuda_backend(source.source, config, layout, rope_table(config), options), settings.weights
+    yield load_cuda_backend(source.source, config, layout, rope_table(config), options), options.storage.name.lower()

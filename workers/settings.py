@@ -19,8 +19,9 @@ def _default_worker_id() -> str:
 class WorkerSettings(BaseSettings):
     """One worker: which model, which servers, how much memory.
 
-    `cuda` only: device (number or UUID), weights (how they are stored), device_kv_mib (memory for resident pages, None
-    for what is free). Units are in the names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
+    weights: how they are kept in memory. auto: bf16 on `cuda`, as the file has them on the host, where f32 and bf16 can
+    be asked for too. `cuda` only: device (number or UUID), device_kv_mib (memory for resident pages, None for what is
+    free). Units are in the names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALET_", extra="ignore", frozen=True)
@@ -32,7 +33,7 @@ class WorkerSettings(BaseSettings):
     model_name: str | None = None
     backend: Literal["cpu", "cuda", "simulated"] = "cpu"
     device: str = "0"
-    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    weights: Literal["auto", "f32", "bf16", "int8", "int4"] = "auto"
     device_kv_mib: int | None = Field(default=None, ge=1)
     kv_format: Literal["f16", "int8", "q4", "k8v4"] = "k8v4"
     page_size: int | None = None
