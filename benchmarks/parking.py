@@ -1,13 +1,13 @@
-"""Restore against recompute, and what parking a page costs the reply that is decoded meanwhile.
+"""What parking a page costs the reply that is decoded meanwhile.
 
-    python -m benchmarks.restore_and_parking [MODEL] [--threads 2] [--kv k8v4] [--out FILE]
+    python -m benchmarks.parking [MODEL] [--threads 2] [--kv k8v4] [--out FILE]
 
-Parking is measured inside single replies: of four pages that the engine seals in turn, two are sent and two are not,
-in the order ABBA, then BAAB, so that a context that grows and a machine that drifts cancel out. Each four give one
-paired difference, of whole pages (all steps from the one that sealed a page to the next page's) and of the reach of an
-upload (the first `REACH` of these steps, far more than an upload lasts; those behind it can only add noise). Medians
-with a 95 % bootstrap interval. An independent bound: processor time of the upload threads and of the page server, and
-the time for which an upload keeps the interpreter from another thread, for each page.
+Measured inside single replies: of four pages that the engine seals in turn, two are sent and two are not, in the order
+ABBA, then BAAB, so that a context that grows and a machine that drifts cancel out. Each four give one paired difference,
+of whole pages (all steps from the one that sealed a page to the next page's) and of the reach of an upload (the first
+`REACH` of these steps, far more than an upload lasts; those behind it can only add noise). Medians with a 95 % bootstrap
+interval. An independent bound: processor time of the upload threads and of the page server, and the time for which an
+upload keeps the interpreter from another thread, for each page.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import queue
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +26,8 @@ from typing import Any
 import numpy as np
 import redis
 
+from benchmarks._fleet import fleet_of
 from benchmarks._record import figure, write
-from deploy.embedded import EmbeddedServer, EmbeddedSpec, Role
 from gpu.cache import HoldKind
 from gpu.plan import SamplingParams
 from snapshot_store.chain import PrefixChain
@@ -37,15 +35,13 @@ from snapshot_store.redis_store import RedisPageStore
 from snapshot_store.store import PutOutcome
 from snapshot_store.transcript import CacheScope
 from snapshot_store.wire_pool import WireSettings
-from tests.fleet import Fleet
 from workers.engine.requests import EngineOutput, EngineRequest, EngineTurn, Finished, SealedEvent, Token
 from workers.parking.turn_pages import TurnPages
 from workers.service import WorkerService
 from workers.settings import default_model_path
 
-RESTORED_TOKENS, RESTORES = 4000, 3
 PROMPT_PAGES = 8
-PARKING_S, QUADS = 100, 6
+DECODE_S, QUADS = 100, 6
 ABBA = (True, False, False, True)
 REACH = 8
 TTL_S = 3600
@@ -63,45 +59,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     settings = {"threads": arguments.threads, "kv_format": arguments.kv}
-    figures = restore_figures(arguments.model, settings) + parking_figures(arguments.model, settings)
-    write("restore_and_parking", figures, arguments.out, **settings)
+    write("parking", _figures(arguments.model, settings), arguments.out, **settings)
 
 
-def restore_figures(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """A parked conversation of 4000 tokens: claim to the first new token, restored on another worker or recomputed."""
-    restored, recomputed = [], []
-    with _fleet(model, settings) as fleet:
-        fleet.worker("never", restore="never")
-        for repeat in range(RESTORES):
-            first = f"{repeat} " + "ledger " * (RESTORED_TOKENS - 64)
-            conversation = fleet.conversation()
-            fleet.say("writer", first, conversation_id=conversation, max_tokens=32)
-            fleet.settle()
-            view = fleet.say(f"reader{repeat}", "Go on.", conversation_id=conversation, max_tokens=4)
-            assert view.usage["restored_pages"] > 0, "not exercised"
-            restored.append(view.usage["first_token_ms"])
-            view = fleet.say("never", "Go on.", conversation_id=conversation, max_tokens=4)
-            assert view.usage["cached_tokens"] == 0 or repeat, "not exercised"
-            recomputed.append(view.usage["first_token_ms"])
-            fleet.stop(f"reader{repeat}")
-    ratio = [b / a for a, b in zip(restored, recomputed, strict=True)]
-    return [
-        figure("4000 tokens restored", restored, "ms"),
-        figure("4000 tokens recomputed", recomputed, "ms"),
-        figure("recompute / restore", ratio, "times"),
-    ]
-
-
-def parking_figures(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _figures(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Cost of an upload in the steps of a reply, and its bounds."""
-    with _fleet(model, settings) as fleet:
+    with fleet_of(model, settings, TimedStore) as fleet:
         service = fleet.worker("parks")
         store = service.store
         assert isinstance(store, TimedStore)
         _Reply(service, 0, num_quads=1)
         replies: list[_Reply] = []
         thread_ms, upload_ms = [], []
-        end = time.monotonic() + PARKING_S
+        end = time.monotonic() + DECODE_S
         while time.monotonic() < end:
             store.seconds.clear()
             thread_s = _upload_threads_s()
@@ -279,29 +249,6 @@ def _interval(name: str, percent: Sequence[float], **facts: Any) -> dict[str, An
     low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
     interval = {"low_95": round(float(low), 3), "high_95": round(float(high), 3)}
     return figure(name, percent, "%", mean=round(statistics.mean(percent), 3), **interval, **facts)
-
-
-@contextmanager
-def _fleet(model: Path, settings: dict[str, Any]) -> Iterator[Fleet]:
-    """Workers in this process on two embedded servers."""
-    with tempfile.TemporaryDirectory(prefix="kvalet-bench-") as folder:
-        servers = []
-        roles: tuple[tuple[Role, int], ...] = (("control", 256), ("pages", 1024))
-        for role, mib in roles:
-            directory = Path(folder) / role
-            spec = EmbeddedSpec(
-                role, directory, Path(folder) / f"{role}.sock", directory / "log", directory / "pid", mib
-            )
-            servers.append(EmbeddedServer(spec))
-            servers[-1].wait_ready()
-        control, pages = servers
-        fleet = Fleet(control.url, pages.url, model, TimedStore, attest="off", mirror_mib=512, **settings)
-        try:
-            yield fleet
-        finally:
-            fleet.stop()
-            for server in servers:
-                server.stop()
 
 
 if __name__ == "__main__":
