@@ -29,7 +29,7 @@ _MAX_RESIDENT: Final = 4
 _RESERVED_BYTES: Final = 1 << 10
 """Shared memory that the system takes for each CTA."""
 
-_EXCHANGE_BYTES: Final = _WARPS * 32 * (16 + 8) + PRODUCT_ROWS * _WARPS * 4
+_EXCHANGE_BYTES: Final = _WARPS * 32 * (16 + 8) + PRODUCT_ROWS * (_WARPS * 4 + 8)
 _BARRIER_BYTES: Final = 8
 _MAX_FOLD_WARPS: Final = 16
 _START_BLOCKS: Final = 1.5

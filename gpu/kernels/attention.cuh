@@ -3,8 +3,8 @@
 //
 // Cells come in blocks of BLOCK_CELLS at absolute positions, sub-splits of 1, 2 or 4 blocks, groups of GROUP_BLOCKS
 // blocks. A block's scores are 8 tiles of 8 columns; column c of a block is the cell `cell_of_column(c)`. In the
-// fragments of m16n8k16 (and of a warpgroup product), lane 4 g + t holds of tile n the columns 8 n + 2 t and + 1 for the
-// rows g and g + 8.
+// fragments of m16n8k16 (and of a warpgroup product), lane 4 g + t holds of tile n the columns 8 n + 2 t and + 1 for
+// the rows g and g + 8.
 #pragma once
 #include "plane_formats.cuh"
 
@@ -12,7 +12,7 @@
 #define BLOCK_TILES 8
 #define GROUP_BLOCKS 64
 
-// ---- sub-splits -----------------------------------------------------------------------------------------------------
+// ---- sub-splits ------------------------------------------------------------
 // Blocks 0-15 are one sub-split each, 16-63 two blocks each, from 64 on four.
 DEVICE int sub_split_begin(int sub) {
     return sub < 16 ? sub : sub < 40 ? 16 + (sub - 16) * 2 : 64 + (sub - 40) * 4;
@@ -21,11 +21,19 @@ DEVICE int sub_split_of(int block) {
     return block < 16 ? block : block < 64 ? 16 + (block - 16) / 2 : 40 + (block - 64) / 4;
 }
 // First sub-split of a group of blocks; the group of a sub-split.
-DEVICE int group_begin(int group) { return group == 0 ? 0 : 40 + (group - 1) * (GROUP_BLOCKS / 4); }
-DEVICE int group_of(int sub) { return sub < 40 ? 0 : 1 + (sub - 40) / (GROUP_BLOCKS / 4); }
+DEVICE int group_begin(int group) {
+    return group == 0 ? 0 : 40 + (group - 1) * (GROUP_BLOCKS / 4);
+}
+DEVICE int group_of(int sub) {
+    return sub < 40 ? 0 : 1 + (sub - 40) / (GROUP_BLOCKS / 4);
+}
 // Blocks, and sub-splits, that hold `length` > 0 cells.
-DEVICE int blocks_of(int length) { return (length + BLOCK_CELLS - 1) / BLOCK_CELLS; }
-DEVICE int sub_splits_of(int length) { return sub_split_of(blocks_of(length) - 1) + 1; }
+DEVICE int blocks_of(int length) {
+    return (length + BLOCK_CELLS - 1) / BLOCK_CELLS;
+}
+DEVICE int sub_splits_of(int length) {
+    return sub_split_of(blocks_of(length) - 1) + 1;
+}
 
 // The decode kernel's division of a tile's blocks into `chunks` CTAs: a chunk has the sub-splits that begin within
 // [blocks c / chunks, blocks (c + 1) / chunks). First sub-split of a chunk; of the chunk after the last, all of them.
@@ -38,7 +46,7 @@ DEVICE int chunk_of(int block, int chunks, int blocks) {
     return (int)(((i64)(block + 1) * chunks + blocks - 1) / blocks) - 1;
 }
 
-// ---- order of cells and of dimensions -------------------------------------------------------------------------------
+// ---- order of cells and of dimensions ------------------------------------------------------------
 // Column to cell of a block, by the format of V. Quantized V: tile n has, for lane t, the cells 16 t + 2 n and + 1, so
 // that one lane reads V of 16 neighbours only. f16: as they are.
 template <int V_FORMAT>
@@ -51,8 +59,8 @@ constexpr DEVICE int column_of_cell(int cell) {
 }
 
 // Which dimensions a k16 step of the scores multiplies, by the format of K: element i of lane t, where i = 0, 1 are the
-// fragment registers a0, a1 and b0 (k 2t, 2t + 1) and i = 2, 3 are a2, a3 and b1 (k 2t + 8, 2t + 9). The order of the 16
-// inside a step does not matter to the bits, the set does. Quantized K: a lane reads neighbouring codes.
+// fragment registers a0, a1 and b0 (k 2t, 2t + 1) and i = 2, 3 are a2, a3 and b1 (k 2t + 8, 2t + 9). The order of the
+// 16 inside a step does not matter to the bits, the set does. Quantized K: a lane reads neighbouring codes.
 //   int8  64 (step / 4) + 16 t + 4 (step % 4) + {0, 2, 1, 3}
 //   q4    HEAD_DIM / 4 t + 8 (step / 2) + 2 (step % 2) + {0, 4, 1, 5}
 template <int K_FORMAT, int HEAD_DIM_>
@@ -66,12 +74,20 @@ constexpr DEVICE int key_dimension(int step, int t, int i) {
 // Two codes to a pair of f16, exact; times the pair's scales it is rounded once.
 //   int8_pair  the bytes 0 and 2 of `codes` (shift by 8 for 1 and 3)
 //   q4_pair    the nibbles 0 and 4 of `codes` (shift by 4 j for j and j + 4), minus 8
-DEVICE u32 int8_pair(u32 codes) { return subtract_half2(and_xor(codes, 0x00ff00ffu, 0x64806480u), 0x64806480u); }
-DEVICE u32 q4_pair(u32 codes) { return subtract_half2(and_or(codes, 0x000f000fu, 0x64006400u), 0x64086408u); }
-DEVICE u32 same_pair(u32 half) { return permute_bytes(half, half, 0x1010); }
-DEVICE u32 join_halves(u32 low, u32 high) { return permute_bytes(low, high, 0x5410); }
+DEVICE u32 int8_pair(u32 codes) {
+    return subtract_half2(and_xor(codes, 0x00ff00ffu, 0x64806480u), 0x64806480u);
+}
+DEVICE u32 q4_pair(u32 codes) {
+    return subtract_half2(and_or(codes, 0x000f000fu, 0x64006400u), 0x64086408u);
+}
+DEVICE u32 same_pair(u32 half) {
+    return permute_bytes(half, half, 0x1010);
+}
+DEVICE u32 join_halves(u32 low, u32 high) {
+    return permute_bytes(low, high, 0x5410);
+}
 
-// ---- softmax over blocks --------------------------------------------------------------------------------------------
+// ---- softmax over blocks ------------------------------------------------------------
 // Largest value of a row, over the four lanes that share it.
 DEVICE float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
@@ -86,7 +102,9 @@ DEVICE float rescale_factor(float old_max, float new_max) {
     return new_max == old_max ? 1.0f : exp2_fast(old_max - new_max);
 }
 // What is subtracted in the exponent: 0 while a row has no cell, so that -inf - -inf never occurs.
-DEVICE float exponent_base(float maximum) { return maximum == NEGATIVE_INFINITY ? 0.0f : maximum; }
+DEVICE float exponent_base(float maximum) {
+    return maximum == NEGATIVE_INFINITY ? 0.0f : maximum;
+}
 
 // Two neighbouring tiles (16 columns) of a lane, scores s[tile][4] to P in place. sums: of the rows g and g + 8.
 DEVICE void exponentiate_tiles(float (*s)[4], float base_top, float base_low, float (&sums)[2]) {
@@ -170,7 +188,7 @@ DEVICE bool softmax_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&fa
     return any_changed;
 }
 
-// ---- fold -------------------------------------------------------------------------------------------------------------
+// ---- fold ------------------------------------------------------------
 // One step of a left fold, of sub-splits within a group and of groups: total = total * keep + part * take.
 struct FoldStep {
     float keep, take;
@@ -190,7 +208,7 @@ DEVICE float fold_value(float total, float part, FoldStep step) {
     return fmaf(part, step.take, __fmul_rn(total, step.keep));
 }
 
-// ---- tables --------------------------------------------------------------------------------------------------------
+// ---- tables ------------------------------------------------------------
 // A row of the `tiles` table: rows of one sequence that attention takes together. rows 0: padding.
 // Row r is at position first_position + r, is row first_row + r of the step and attends the cells 0 .. its position.
 struct AttentionTile {

@@ -1,7 +1,7 @@
 // Attention of decode and verify rows over paged KV: partial results of sub-splits (attention_fold.cu completes them).
 //
-// Grid (chunks, KV heads, tiles). A CTA of 4 warps takes a contiguous run of a tile's sub-splits for one KV head. The 16
-// rows of its products are query row r of the tile x query head h of the KV head, at r * GROUP_HEADS + h.
+// Grid (chunks, KV heads, tiles). A CTA of 4 warps takes a contiguous run of a tile's sub-splits for one KV head. The
+// 16 rows of its products are query row r of the tile x query head h of the KV head, at r * GROUP_HEADS + h.
 //
 // All 4 warps work on the same block of 64 cells. Warp w computes the scores of columns 16 w .. (2 tiles) and their
 // exponentials; maxima and P go through shared memory; then it adds P V for the quarter w of the dimensions. So a warp
@@ -9,12 +9,12 @@
 //
 // Blocks arrive in a ring of STAGES. A stage holds, for a block,
 //     K codes [cell][..] | K scales [cell][..] | V codes, 4 pieces of 16 cells, padded | V scales [cell][..]
-// Padding makes the four pieces that a warp reads V from together start in different banks. f16 rows are not padded; their
-// 16-byte unit u lies at u ^ (cell % 8).
+// Padding makes the four pieces that a warp reads V from together start in different banks. f16 rows are not padded;
+// their 16-byte unit u lies at u ^ (cell % 8).
 //
-// f16 planes and devices without bulk copies: all threads copy 16 bytes at a time. Else one lane of each warp issues bulk
-// copies: of V codes and, where a block has several pages, of everything, one for each piece. Pieces of 16 cells never straddle a page; pieces and f16 rows beyond the
-// tile's length are not read.
+// f16 planes and devices without bulk copies: all threads copy 16 bytes at a time. Else one lane of each warp issues
+// bulk copies: of V codes and, where a block has several pages, of everything, one for each piece. Pieces of 16 cells
+// never straddle a page; pieces and f16 rows beyond the tile's length are not read.
 #include "attention.cuh"
 
 #define WARPS 4
@@ -25,14 +25,15 @@
 static_assert(NUM_HEADS % NUM_KV_HEADS == 0 && GROUP_HEADS >= 1 && GROUP_HEADS <= 8, "1 to 8 query heads per KV head");
 
 typedef LayerOffsets<K_PLANE, V_PLANE, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE> Offsets;
-constexpr int STEPS = HEAD_DIM / 16;               // k16 steps of the scores
-constexpr int WARP_TILES = HEAD_DIM / 8 / WARPS;   // 8-dimension tiles of a warp's accumulators
+constexpr int STEPS = HEAD_DIM / 16;              // k16 steps of the scores
+constexpr int WARP_TILES = HEAD_DIM / 8 / WARPS;  // 8-dimension tiles of a warp's accumulators
 constexpr bool USE_BULK = HAS_BULK && K_PLANE != PLANE_F16 && V_PLANE != PLANE_F16;
 
 constexpr bool WHOLE_BLOCKS = PAGE_SIZE % BLOCK_CELLS == 0;  // a block lies in one page
 static_assert(STAGES >= (USE_BULK ? 2 : 1) && STAGES <= 4, "2 to 4 stages, or 1 without bulk copies");
 
-// A part of a stage: codes or scales of one plane. ROW: bytes per cell. PAD: bytes after each piece. SWIZZLED: f16 rows.
+// A part of a stage: codes or scales of one plane. ROW: bytes per cell. PAD: bytes after each piece. SWIZZLED: f16
+// rows.
 template <int ROW_, int PAD_, bool SWIZZLED_>
 struct StagePart {
     static constexpr int ROW = ROW_, PIECE_BYTES = PIECE * ROW_, STRIDE = PIECE_BYTES + PAD_, BYTES = PIECES * STRIDE;
@@ -47,23 +48,27 @@ constexpr int KEY_SCALES = KeyCodes::BYTES;
 constexpr int VALUE_CODES = KEY_SCALES + KeyScales::BYTES;
 constexpr int VALUE_SCALES = VALUE_CODES + ValueCodes::BYTES;
 constexpr int STAGE_BYTES = VALUE_SCALES + ValueScales::BYTES;
-// After the ring: P [warp][lane] 16 bytes, sums of quarters [warp][lane] 8 bytes, maxima [row][warp] f32, barriers.
+// After the ring: P [warp][lane] 16 bytes, sums of quarters [warp][lane] 8 bytes, maxima [row][warp] f32, of each row
+// of the products its length and where its results go, barriers.
 constexpr int FRAGMENTS = STAGES * STAGE_BYTES;
 constexpr int QUARTERS = FRAGMENTS + WARPS * 32 * 16;
 constexpr int MAXIMA = QUARTERS + WARPS * 32 * 8;
-constexpr int BARRIERS = MAXIMA + 16 * WARPS * 4;
+constexpr int ROWS = MAXIMA + 16 * WARPS * 4;
+constexpr int BARRIERS = ROWS + 16 * 8;
 static_assert(STAGE_BYTES % 16 == 0, "copies are of 16 bytes");
 static_assert(BARRIERS + 8 * STAGES <= SHARED_BYTES, "the launch gives SHARED_BYTES of shared memory");
 
-DEVICE u32 swizzled_unit(int cell, int unit) { return (u32)((unit & ~7) | ((unit ^ cell) & 7)) * 16; }
+DEVICE u32 swizzled_unit(int cell, int unit) {
+    return (u32)((unit & ~7) | ((unit ^ cell) & 7)) * 16;
+}
 
-// ---- loading ----------------------------------------------------------------------------------------------------------
+// ---- loading ------------------------------------------------------------
 // Copies blocks in order, each into the next stage. page: of the next block, read one block ahead; where blocks have
 // several pages, that of the piece `warp` (bulk copies) or `lane % 4`.
 struct BlockLoader {
-    const u64* pages;  // of the tile's sequence
+    const u64* page_table;
     u64 page;
-    u32 layer_offset, ring, stage;
+    u32 first_entry, layer_offset, ring, stage;  // first_entry: of the tile's sequence
     int head, length, block, end_block;
 
     DEVICE void start(int first_block, int end) {
@@ -73,7 +78,7 @@ struct BlockLoader {
     DEVICE void find_page() {
         const int piece = WHOLE_BLOCKS ? 0 : USE_BULK ? threadIdx.x >> 5 : threadIdx.x & 3;
         const int cell = block * BLOCK_CELLS + piece * PIECE;
-        page = cell < length ? load_global64(pages + cell / PAGE_SIZE) : 0;
+        page = cell < length ? load_global64(page_table + (first_entry + cell / PAGE_SIZE)) : 0;
     }
     // The next block, if there is one; `async_commit` follows where copies are not bulk copies.
     DEVICE void issue() {
@@ -158,7 +163,7 @@ struct BlockLoader {
                 const int in_block = unit / (ROW_UNITS ? ROW_UNITS : 1), column = unit - in_block * ROW_UNITS;
                 const bool exists = block * BLOCK_CELLS + in_block < length;
                 async_copy16(target + in_block * Part::ROW + swizzled_unit(in_block, column),
-                             (const void*)(exists ? from : (u64)pages & ~15ull), exists ? 16 : 0);
+                             (const void*)(exists ? from : (u64)page_table & ~15ull), exists ? 16 : 0);
             } else if (piece < PIECES && first < length) {
                 async_copy16(target + piece * Part::STRIDE + in_piece * 16, (const void*)from);
             }
@@ -177,7 +182,7 @@ DEVICE void clear_values(u32 stage_base, int left) {
     }
 }
 
-// ---- queries ----------------------------------------------------------------------------------------------------------
+// ---- queries ------------------------------------------------------------
 // Left fragments of all k16 steps: q[step][a0 .. a3], elements in the order of key_dimension.
 // row: HEAD_DIM f16, or null for a row of zeros. half: 0 for rows g (a0, a2), 1 for rows g + 8 (a1, a3).
 template <int FORMAT>
@@ -199,21 +204,23 @@ DEVICE void load_query_row(u32 (&q)[STEPS][4], const u16* row, int half) {
         u32 words[RUN / 2];
 #pragma unroll
         for (int i = 0; i < RUN / 8; i++) {
-            const uint4 part = row ? load_global128(row + key_dimension<FORMAT, HEAD_DIM>(run * RUN_STEPS, t, 0) + 8 * i)
-                                   : make_uint4(0, 0, 0, 0);
+            const uint4 part =
+                row ? load_global128(row + key_dimension<FORMAT, HEAD_DIM>(run * RUN_STEPS, t, 0) + 8 * i)
+                    : make_uint4(0, 0, 0, 0);
             words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
         }
 #pragma unroll
         for (int step = 0; step < RUN_STEPS; step++) {
             // Elements 0, 1 are even dimensions, 2, 3 the odd ones after them.
-            const int first = key_dimension<FORMAT, HEAD_DIM>(step, 0, 0), second = key_dimension<FORMAT, HEAD_DIM>(step, 0, 1);
+            const int first = key_dimension<FORMAT, HEAD_DIM>(step, 0, 0),
+                      second = key_dimension<FORMAT, HEAD_DIM>(step, 0, 1);
             q[run * RUN_STEPS + step][half] = permute_bytes(words[first / 2], words[second / 2], 0x5410);
             q[run * RUN_STEPS + step][half + 2] = permute_bytes(words[first / 2], words[second / 2], 0x7632);
         }
     }
 }
 
-// ---- scores -----------------------------------------------------------------------------------------------------------
+// ---- scores ------------------------------------------------------------
 // Two neighbouring tiles of scores from `first_tile` on, for a block in shared memory.
 template <int FORMAT>
 struct KeyPlane;
@@ -230,7 +237,8 @@ struct KeyPlane<PLANE_F16> {
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
                 u32 b[4];
-                load_matrices(b, stage_base + cell[tile] * KeyCodes::ROW + swizzled_unit(cell[tile], 4 * pair + (lane >> 3)));
+                load_matrices(
+                    b, stage_base + cell[tile] * KeyCodes::ROW + swizzled_unit(cell[tile], 4 * pair + (lane >> 3)));
                 multiply_half(s[tile], q[2 * pair][0], q[2 * pair][1], q[2 * pair][2], q[2 * pair][3], b[0], b[1]);
                 multiply_half(s[tile], q[2 * pair + 1][0], q[2 * pair + 1][1], q[2 * pair + 1][2], q[2 * pair + 1][3],
                               b[2], b[3]);
@@ -300,9 +308,9 @@ struct KeyPlane<PLANE_Q4> {
     }
 };
 
-// ---- P V --------------------------------------------------------------------------------------------------------------
-// Adds a block's P V for the warp's quarter of the dimensions. fragments: P of all columns. store: a row's values of the
-// quarter, row: HEAD_DIM f32; half: 0 for rows g, 1 for rows g + 8.
+// ---- P V ------------------------------------------------------------
+// Adds a block's P V for the warp's quarter of the dimensions. fragments: P of all columns. store: a row's values of
+// the quarter, row: HEAD_DIM f32; half: 0 for rows g, 1 for rows g + 8.
 template <int FORMAT>
 struct ValuePlane;
 
@@ -347,7 +355,8 @@ struct QuantizedValues {
     }
     // Code i of two cells as f16.
     DEVICE static u32 pair(u32 low, u32 high, int i) {
-        if (FORMAT == PLANE_INT8) return int8_pair(permute_bytes(low, high, i | (i << 4) | ((4 + i) << 8) | ((4 + i) << 12)));
+        if (FORMAT == PLANE_INT8)
+            return int8_pair(permute_bytes(low, high, i | (i << 4) | ((4 + i) << 8) | ((4 + i) << 12)));
         return q4_pair(join_halves(low, high) >> (4 * i));
     }
 
@@ -391,13 +400,12 @@ struct ValuePlane<PLANE_INT8> : QuantizedValues<PLANE_INT8> {};
 template <>
 struct ValuePlane<PLANE_Q4> : QuantizedValues<PLANE_Q4> {};
 
-// ---- the kernel -------------------------------------------------------------------------------------------------------
+// ---- the kernel ------------------------------------------------------------
 // queries: f16 [row][head][HEAD_DIM], rotated where K is. page_table: u64 [slot][max_pages]. tiles: AttentionTile.
-// partials: f32 [row][head][max_splits][HEAD_DIM]; statistics: f32 pairs (maximum, sum) [row][head][max_splits]; rows as
-// `scratch_row` says.
-// A chunk that has the first sub-splits of a group folds them and stores the fold under the last one's index.
-// unsettled: cells below a tile's first position that this step may still write (the most rows that one sequence has in
-// the step, minus 1): older ones are fetched before the previous kernel has ended.
+// partials: f32 [row][head][max_splits][HEAD_DIM]; statistics: f32 pairs (maximum, sum) [row][head][max_splits]; rows
+// as `scratch_row` says. A chunk that has the first sub-splits of a group folds them and stores the fold under the last
+// one's index. unsettled: cells below a tile's first position that this step may still write (the most rows that one
+// sequence has in the step, minus 1): older ones are fetched before the previous kernel has ended.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     attention_decode(const u16* queries, const u64* page_table, const AttentionTile* tiles, float* partials,
                      float2* statistics, i32 layer, i32 max_pages, i32 max_splits, i32 tile_stride, i32 unsettled) {
@@ -415,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const int first_block = sub_split_begin(first_sub), end_block = min(sub_split_begin(end_sub), blocks);
     const u32 ring = shared_address(shared);
     BlockLoader loader;
-    loader.pages = page_table + (size_t)tile.slot * max_pages;
+    loader.page_table = page_table, loader.first_entry = tile.slot * max_pages;
     loader.layer_offset = (u32)layer * Offsets::LAYER_BYTES;  // pages are at most 8 MiB
     loader.head = kv_head, loader.length = length, loader.ring = ring;
     loader.start(first_block, end_block);
@@ -423,31 +431,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     // The first blocks.
     const int settled = (tile.first_position - unsettled) / BLOCK_CELLS;  // blocks below are complete
 #if HAS_BULK
-    if (USE_BULK) {
-        if (threadIdx.x == THREADS - 32) {
-            for (int i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + 8 * i, WARPS);
-            barrier_init_fence();
-        }
-        __syncthreads();
+    if (USE_BULK && threadIdx.x == THREADS - 32) {
+        for (int i = 0; i < STAGES; i++) barrier_init(ring + BARRIERS + 8 * i, WARPS);
+        barrier_init_fence();
     }
 #endif
+    if (threadIdx.x < 16) {
+        // Rows that are not there never mask, and their results go nowhere (-1).
+        const int row = threadIdx.x / GROUP_HEADS, head = kv_head * GROUP_HEADS + threadIdx.x % GROUP_HEADS;
+        const int place = scratch_row(tile, blockIdx.z, row, tile_stride) * NUM_HEADS + head;
+        const bool exists = row < tile.rows;
+        store_shared32(ring + ROWS + threadIdx.x * 8, exists ? tile.first_position + row + 1 : length);
+        store_shared32(ring + ROWS + threadIdx.x * 8 + 4, exists ? place * max_splits : -1);
+    }
+    __syncthreads();
     int waiting = STAGES - 1;
     for (; waiting > 0 && loader.block < min(settled, end_block); waiting--) loader.issue();
     wait_previous_kernel();
     for (; waiting > 0; waiting--) loader.issue();
 
-    // Queries, lengths for the masks, and where results go (-1: the row is not there; it never masks or matters).
     u32 q[STEPS][4];
-    int lengths[2], entries[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = (g + 8 * half) / GROUP_HEADS, head = kv_head * GROUP_HEADS + (g + 8 * half) % GROUP_HEADS;
-        const bool exists = row < tile.rows;
-        const size_t query = (size_t)(tile.first_row + row) * NUM_HEADS + head;
-        lengths[half] = exists ? tile.first_position + row + 1 : length;
-        const int place = scratch_row(tile, blockIdx.z, row, tile_stride) * NUM_HEADS + head;
-        entries[half] = exists ? place * max_splits : -1;
-        load_query_row<K_PLANE>(q, exists ? queries + query * HEAD_DIM : nullptr, half);
+        const size_t place = (size_t)(tile.first_row + row) * NUM_HEADS + head;
+        load_query_row<K_PLANE>(q, row < tile.rows ? queries + place * HEAD_DIM : nullptr, half);
     }
     if (!USE_BULK && STAGES > 1) {
         async_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
@@ -455,6 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
 
     const u32 fragments = ring + FRAGMENTS, quarters = ring + QUARTERS, maxima = ring + MAXIMA;
+    const u32 table = ring + ROWS + g * 8;  // of row g; of row g + 8 64 bytes further
     float total[WARP_TILES][4], total_maximum[2], total_sum[2];
     bool folding = false;
     int block = first_block, stage = 0;
@@ -482,7 +491,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
             float s[2][4] = {};
             KeyPlane<K_PLANE>::scores(s, q, stage_base, 2 * warp);
-            if (first_cell + BLOCK_CELLS > tile.first_position + 1) mask_tiles<V_PLANE, 2>(s, 2 * warp, first_cell, lengths);
+            if (first_cell + BLOCK_CELLS > tile.first_position + 1) {
+                const int lengths[2] = {(int)load_shared32(table), (int)load_shared32(table + 8 * 8)};
+                mask_tiles<V_PLANE, 2>(s, 2 * warp, first_cell, lengths);
+            }
             const float top = quad_max(fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1])));
             const float low = quad_max(fmaxf(fmaxf(s[0][2], s[0][3]), fmaxf(s[1][2], s[1][3])));
             if ((lane & 3) == 0) {
@@ -497,8 +509,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const float4 of_warps = load_shared_float4(maxima + (g + 8 * half) * WARPS * 4);
-                const float maximum = fmaxf(rows.maximum[half],
-                                            fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w)));
+                const float maximum =
+                    fmaxf(rows.maximum[half], fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w)));
                 factor[half] = rescale_factor(rows.maximum[half], maximum);
                 rows.maximum[half] = maximum;
             }
@@ -552,10 +564,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if (continues) continue;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (entries[half] < 0) continue;
-            const size_t entry = entries[half] + sub;
+            const int first_entry = load_shared32(table + 8 * 8 * half + 4);
+            if (first_entry < 0) continue;
+            const size_t entry = first_entry + sub;
             ValuePlane<V_PLANE>::store(partials + entry * HEAD_DIM, total, half, warp);
-            if (threadIdx.x < 32 && (lane & 3) == 0) statistics[entry] = make_float2(total_maximum[half], total_sum[half]);
+            if (threadIdx.x < 32 && (lane & 3) == 0)
+                statistics[entry] = make_float2(total_maximum[half], total_sum[half]);
         }
     }
 }

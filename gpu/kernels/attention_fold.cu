@@ -136,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS)
     if (PlaneTraits<V_PLANE>::ROTATED) rotate_hadamard(total.values);
 #pragma unroll
     for (int i = 0; i < VALUES; i += 2) {
-        const size_t index = activation_index<ACTIVATION_LAYOUT>(row, head * HEAD_DIM + lane * VALUES + i, NUM_HEADS * HEAD_DIM);
+        const size_t index =
+            activation_index<ACTIVATION_LAYOUT>(row, head * HEAD_DIM + lane * VALUES + i, NUM_HEADS * HEAD_DIM);
         *(u32*)(activation + index) = pack_bf16(total.values[i], total.values[i + 1]);
     }
 }

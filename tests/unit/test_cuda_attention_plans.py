@@ -1,0 +1,79 @@
+"""Plans of decode attention: sizes, division into chunks, what is refused. No device is needed."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from gpu.cuda.attention import (
+    BLOCK_CELLS,
+    DecodeAttention,
+    choose_chunks,
+    choose_ring,
+    num_sub_splits,
+)
+from gpu.cuda.kernel import KernelLibrary
+from gpu.errors import LayoutError, PlanError
+from gpu.formats import CACHE_FORMATS
+from gpu.layout import KVLayout
+
+
+class _Library:
+    arch = "sm_90a"
+
+
+def _attention(num_heads: int = 32, kv_format: str = "k8v4", head_dim: int = 128) -> DecodeAttention:
+    chosen = CACHE_FORMATS[kv_format]
+    layout = KVLayout(2, 8, head_dim, 64, chosen.k, chosen.v)
+    return DecodeAttention(cast(KernelLibrary, _Library()), layout, num_heads, 132)
+
+
+def test_sub_splits_hold_one_two_and_four_blocks() -> None:
+    blocks = [1] * 16 + [2] * 24 + [4] * 50
+    ends = [sum(blocks[: i + 1]) * BLOCK_CELLS for i in range(len(blocks))]
+    for index, end in enumerate(ends):
+        assert num_sub_splits(end) == index + 1
+        assert num_sub_splits(end + 1) == index + 2
+    assert num_sub_splits(1) == 1
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 64, 256, 4096])
+@pytest.mark.parametrize("blocks", [1, 16, 64, 513, 2048])
+def test_chunks_are_no_more_than_sub_splits(pairs: int, blocks: int) -> None:
+    assert 1 <= choose_chunks(pairs, blocks, 132, resident=4) <= num_sub_splits(blocks * BLOCK_CELLS)
+
+
+def test_one_long_sequence_fills_the_device_and_many_do_not_split_further() -> None:
+    assert 8 * choose_chunks(8, 2048, 132, resident=4) >= 0.9 * 4 * 132
+    assert choose_chunks(4096, 16, 132, resident=4) == 1
+
+
+@pytest.mark.parametrize("kv_format", CACHE_FORMATS)
+@pytest.mark.parametrize("limit_kib", [64, 96, 99, 163, 227])
+def test_rings_fit_into_shared_memory(kv_format: str, limit_kib: int) -> None:
+    chosen = CACHE_FORMATS[kv_format]
+    layout = KVLayout(2, 8, 128, 64, chosen.k, chosen.v)
+    ring = choose_ring(layout, limit_kib << 10)
+    assert ring.shared_bytes(layout) <= limit_kib << 10
+    assert ring.resident * (ring.shared_bytes(layout) + 1024) <= (limit_kib + 1) << 10
+
+
+def test_scratch_has_rows_of_the_step_or_of_the_tiles_whichever_are_fewer() -> None:
+    attention = _attention()
+    decode = attention.plan(32, 32, 4096, tile_rows=1)
+    assert (decode.scratch_rows, decode.tile_stride) == (32, 0)
+    assert attention.scratch_bytes(decode) == 32 * 32 * 40 * (128 + 2) * 4
+    mixed = attention.plan(2048, 3, 4096)
+    assert (mixed.scratch_rows, mixed.tile_stride) == (12, 4)
+
+
+def test_sizes_that_kernels_do_not_take_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"attention\.num_tiles"):
+        _attention().plan(1, 0, 64)
+    with pytest.raises(PlanError, match="too many sub-splits"):
+        _attention().plan(1 << 20, 1 << 20, 1 << 20)
+    with pytest.raises(LayoutError, match="1 to 8 times 8 KV heads"):
+        _attention(num_heads=72)
+    with pytest.raises(LayoutError, match="1 to 8 times 8 KV heads"):
+        _attention(num_heads=12)
