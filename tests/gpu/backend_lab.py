@@ -111,22 +111,15 @@ class Talk:
 
 def run_talks(lab: Lab, talks: list[Talk], num_decoded: int, chunk: int = 512) -> None:
     """Prefill in chunks of at most `chunk` rows a step, then decode all together."""
-    while waiting := [talk for talk in talks if talk.sequence.length < len(talk.ids)]:
-        entries, budget, taking = [], chunk, []
+    while waiting := [talk for talk in talks if talk.num_output == 0]:
+        entries: list[PlanEntry] = []
         for talk in waiting:
-            if budget <= 0:
-                break
-            entry = talk.prefill_entry(min(budget, len(talk.ids) - talk.sequence.length))
-            budget -= entry.num_rows
-            entries.append(entry)
-            taking.append(talk)
+            budget = chunk - sum(entry.num_rows for entry in entries)
+            if budget > 0:
+                entries.append(talk.prefill_entry(min(budget, len(talk.ids) - talk.sequence.length)))
         result = lab.backend.launch(StepPlan(tuple(entries))).wait()
-        for talk, entry in zip(taking, result.entries, strict=True):
+        for talk, entry in zip(waiting, result.entries, strict=False):
             talk.take(entry.token_ids)
-            if entry.token_ids:
-                waiting.remove(talk)
-        if all(talk.num_output for talk in talks):
-            break
     for _ in range(num_decoded):
         result = lab.backend.launch(StepPlan(tuple(talk.decode_entry() for talk in talks))).wait()
         for talk, entry in zip(talks, result.entries, strict=True):
