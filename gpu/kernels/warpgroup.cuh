@@ -44,6 +44,11 @@ DEVICE u64 descriptor_column_major(u32 address, u32 next_columns) {
     return 0x4000000000000000ull | ((u64)(1024 >> 4) << 32) | ((u64)(next_columns >> 4) << 16) | ((address >> 4) & 0x3fff);
 }
 
+// The same tile `bytes` further on: only the low word changes.
+DEVICE u64 descriptor_at(u64 descriptor, u32 bytes) {
+    return (descriptor & 0xffffffff00000000ull) | (u32)((u32)descriptor + (bytes >> 4));
+}
+
 // Operand lists of the inline assembly. COUNT accumulators come first, the inputs after them.
 #define WGMMA_TEXT_32                                                                                               \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \

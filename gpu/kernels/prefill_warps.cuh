@@ -1,0 +1,223 @@
+// Prefill attention by warps, for every architecture: a CTA of WARPS warps takes a work item, 16 query rows a warp. All
+// threads bring a block's K and V into shared memory; the next block's K arrives while P V runs, its V during the scores.
+#pragma once
+#include "prefill_work.cuh"
+
+#if !HAS_WGMMA
+#define THREADS (32 * WARPS)
+#define PART_TOKENS (16 / GROUP_HEADS)
+#define TILE_BYTES (HEAD_DIM / 64 * TILE_HALF_BYTES)
+
+static_assert(WARPS == 2 || WARPS == 4, "2 or 4 warps");
+
+// Dynamic shared memory: K tile | V tile | queries of each warp | values of the groups before, each lane's at places of
+// its own. Queries: [head_dim / 64][16 rows][128 bytes], swizzled as tiles are.
+struct SharedLayout {
+    static constexpr int VALUES = TILE_BYTES, QUERIES = 2 * TILE_BYTES, WARP_QUERY_BYTES = 16 * HEAD_DIM * 2;
+    static constexpr int FOLD = QUERIES + WARPS * WARP_QUERY_BYTES;
+    static constexpr int BYTES = FOLD + LANE_VALUES * 4 * THREADS;
+};
+static_assert(SharedLayout::BYTES <= SHARED_BYTES, "shared memory");
+DEVICE u32 query_unit(int row, int unit) {
+    return (unit >> 3) * 16 * TILE_ROW_BYTES + row * TILE_ROW_BYTES + (((unit & 7) ^ (row & 7)) << 4);
+}
+
+// Codes of one plane of a block in the pages; cells from `length` of the sequence on read as zeros. codes, scales:
+// offsets of the head's parts.
+template <int FORMAT>
+struct PagedCodes {
+    using Shape = PlaneShape<FORMAT, HEAD_DIM>;
+    const u64* pages;
+    u64 codes, scales;
+    int block, length;
+
+    DEVICE uint4 load16(int cell, int byte) const {
+        if (!exists(cell)) return make_uint4(0, 0, 0, 0);
+        return *(const uint4*)(page(cell) + codes + (u32)(Pages::place(block, cell) * Shape::CODE_BYTES + byte));
+    }
+    DEVICE uint2 load8(int cell, int byte) const {
+        if (!exists(cell)) return make_uint2(0, 0);
+        return *(const uint2*)(page(cell) + codes + (u32)(Pages::place(block, cell) * Shape::CODE_BYTES + byte));
+    }
+    DEVICE u32 scale(int cell, int group) const {
+        if (!exists(cell)) return 0;
+        return *(const u16*)(page(cell) + scales + (u32)(Pages::place(block, cell) * Shape::SCALE_BYTES + 2 * group));
+    }
+
+   private:
+    DEVICE bool exists(int cell) const { return block * BLOCK_CELLS + cell < length; }
+    DEVICE u64 page(int cell) const { return pages[Pages::page(block * BLOCK_CELLS + cell)]; }
+};
+
+// Starts bringing K (V) of a block of the CTA's item into a tile.
+template <int FORMAT, bool IS_V>
+DEVICE void bring(u32 tile, const PrefillArguments& arguments, int block) {
+    using Shape = PlaneShape<FORMAT, HEAD_DIM>;
+    const WorkItem item = work_item(arguments, not_kept(blockIdx.x));
+    const u64* pages = pages_of(arguments, item);
+    const u64 layer = (u64)arguments.layer * Offsets::LAYER_BYTES;
+    const int head_cells = item.kv_head * PAGE_SIZE;
+    const u64 codes = layer + (IS_V ? Offsets::V_CODES : Offsets::K_CODES) + head_cells * Shape::CODE_BYTES;
+    const u64 scales = layer + (IS_V ? Offsets::V_SCALES : Offsets::K_SCALES) + head_cells * Shape::SCALE_BYTES;
+    if constexpr (FORMAT == PLANE_F16) {
+        copy_plane<FORMAT, THREADS>(tile, pages, codes, block, item.length());
+    } else {
+        const PagedCodes<FORMAT> source{pages, codes, scales, block, item.length()};
+        const int thread = not_kept(threadIdx.x), lane = thread & 31, first_row = thread / 32 * 8 + converted_row(lane);
+#pragma unroll 1
+        for (int row = first_row; row < BLOCK_CELLS; row += THREADS / 4) {
+            const int cell = cell_of_column<V_PLANE>(row);
+            if constexpr (IS_V)
+                TileWriter<FORMAT, HEAD_DIM>::values(tile, row, cell, lane & 3, source);
+            else
+                TileWriter<FORMAT, HEAD_DIM>::keys(tile, row, cell, lane & 3, source);
+        }
+    }
+    async_commit();
+}
+
+DEVICE void store_queries(u32 queries, const u32 (&fragment)[KEY_STEPS][4]) {
+    const int t = threadIdx.x & 3, row = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; step++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            store_shared32(queries + query_unit(row + 8 * (i & 1), 2 * step + (i >> 1)) + 4 * t, fragment[step][i]);
+    __syncwarp();
+}
+// Units differ in bits that an address of a tile's first row group leaves clear: those move by exclusive or.
+DEVICE void multiply_keys(float (&s)[BLOCK_TILES][4], u32 queries, u32 keys) {
+    const int lane = threadIdx.x & 31;
+    const u32 query = queries + query_unit(lane & 15, lane >> 4), key = keys + tile_unit(lane & 7, lane >> 3);
+#pragma unroll
+    for (int n = 0; n < BLOCK_TILES; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int pair = 0; pair < KEY_STEPS / 2; pair++) {
+        const int half = pair >> 1;
+        const u32 query_pair = (query ^ ((4 * pair & 7) << 4)) + half * 16 * TILE_ROW_BYTES;
+        u32 first[4], second[4];
+        load_matrices(first, query_pair);
+        load_matrices(second, query_pair ^ (2 << 4));
+#pragma unroll
+        for (int n = 0; n < BLOCK_TILES; n++) {
+            u32 b[4];
+            load_matrices(b, (key ^ ((4 * pair & 7) << 4)) + half * TILE_HALF_BYTES + n * 8 * TILE_ROW_BYTES);
+            multiply_half(s[n], first[0], first[1], first[2], first[3], b[0], b[1]);
+            multiply_half(s[n], second[0], second[1], second[2], second[3], b[2], b[3]);
+        }
+    }
+}
+DEVICE void multiply_values(float (&acc)[LANE_VALUES], const u32 (&p)[4][4], u32 values) {
+    const int lane = threadIdx.x & 31, matrix = lane >> 3;
+    const u32 value = values + tile_unit(8 * (matrix & 1) + (lane & 7), matrix >> 1);
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n += 2) {
+            u32 b[4];
+            load_matrices_transposed(
+                b, (value ^ ((n & 7) << 4)) + (n >> 3) * TILE_HALF_BYTES + step * 16 * TILE_ROW_BYTES);
+            multiply_half(acc + 4 * n, p[step][0], p[step][1], p[step][2], p[step][3], b[0], b[1]);
+            multiply_half(acc + 4 * n + 4, p[step][0], p[step][1], p[step][2], p[step][3], b[2], b[3]);
+        }
+    }
+}
+
+// Folds a group, whose values are in `total`, into those before it. last: leaves the outcome in total, else keeps it.
+DEVICE void fold_group(u32 kept, float (&total)[LANE_VALUES], RowState& outer, RowState& group, bool first, bool last) {
+    FoldStep step[2];
+    fold_rows(outer, group, step);
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i += 4) {
+        const u32 place = kept + i * 4 * THREADS;
+        const float4 before = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : load_shared_float4(place);
+        total[i] = fold_value(before.x, total[i], step[0]);
+        total[i + 1] = fold_value(before.y, total[i + 1], step[0]);
+        total[i + 2] = fold_value(before.z, total[i + 2], step[1]);
+        total[i + 3] = fold_value(before.w, total[i + 3], step[1]);
+        if (!last) store_shared_float4(place, total + i);
+    }
+}
+
+DEVICE void attend_by_warps(const PrefillArguments& arguments) {
+    extern __shared__ __align__(128) u8 dynamic_shared[];
+    const u32 shared = shared_address(dynamic_shared), keys = shared, values = shared + SharedLayout::VALUES;
+    const u32 queries = shared + SharedLayout::QUERIES + threadIdx.x / 32 * SharedLayout::WARP_QUERY_BYTES;
+    const u32 kept = shared + SharedLayout::FOLD + threadIdx.x * 16;
+    const int first_token = threadIdx.x / 32 * PART_TOKENS, row = (threadIdx.x & 31) >> 2;
+    wait_previous_kernel();
+    int num_blocks, own_blocks, first_length;  // first_length: cells that the warp's first token attends
+    {
+        const WorkItem item = work_item(arguments, blockIdx.x);
+        if (item.tile.rows <= 0) return;
+        const int own_tokens = min(item.tile.rows - first_token, PART_TOKENS);
+        num_blocks = blocks_of(item.length());
+        first_length = item.tile.first_position + first_token + 1;
+        own_blocks = own_tokens > 0 ? blocks_of(first_length + own_tokens - 1) : 0;
+        bring<K_PLANE, false>(keys, arguments, 0);
+        bring<V_PLANE, true>(values, arguments, 0);
+        LaneRows rows;
+        rows.place<PART_TOKENS>(item, first_token, row);
+        u32 fragment[KEY_STEPS][4];
+        load_queries(fragment, arguments, item, rows);
+        store_queries(queries, fragment);
+    }
+
+    float total[LANE_VALUES], acc[LANE_VALUES], s[BLOCK_TILES][4], factor[2];
+    u32 p[4][4];
+    RowState outer, group, part;
+    outer.clear();
+    group.clear();
+    part.clear();
+    clear(total);
+    clear(acc);
+    for (int block = 0; block < num_blocks; block++) {
+        const bool takes_part = block < own_blocks, is_last = block + 1 == own_blocks;
+        async_wait<1>();
+        __syncthreads();
+        if (takes_part) multiply_keys(s, queries, keys);
+        __syncthreads();
+        if (block + 1 < num_blocks) bring<K_PLANE, false>(keys, arguments, block + 1);
+        else async_commit();
+        if (takes_part) {
+            if ((block + 1) * BLOCK_CELLS > first_length) {
+                const int length[2] = {first_length + row / GROUP_HEADS, first_length + (row + 8) / GROUP_HEADS};
+                mask_tiles<V_PLANE, BLOCK_TILES>(s, 0, block * BLOCK_CELLS, length);
+            }
+            if (softmax_block(s, part, factor, p)) {
+#pragma unroll
+                for (int i = 0; i < LANE_VALUES; i++) acc[i] *= factor[(i >> 1) & 1];
+            }
+        }
+        async_wait<1>();
+        __syncthreads();
+        if (takes_part) multiply_values(acc, p, values);
+        __syncthreads();
+        if (block + 1 < num_blocks) bring<V_PLANE, true>(values, arguments, block + 1);
+        else async_commit();
+        if (takes_part && (is_last || ends_sub_split(block))) {
+            FoldStep step[2];
+            part.sum[0] = quad_sum(part.sum[0]);
+            part.sum[1] = quad_sum(part.sum[1]);
+            fold_rows(group, part, step);
+            fold_values(total, acc, step);
+            part.clear();
+            clear(acc);
+            if (is_last || block % GROUP_BLOCKS == GROUP_BLOCKS - 1) {
+                fold_group(kept, total, outer, group, block < GROUP_BLOCKS, is_last);
+                if (!is_last) {
+                    group.clear();
+                    clear(total);
+                }
+            }
+        }
+    }
+    const float inverse[2] = {__frcp_rn(outer.sum[0]), __frcp_rn(outer.sum[1])};
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i++) total[i] = __fmul_rn(total[i], inverse[(i >> 1) & 1]);
+    const WorkItem item = work_item(arguments, not_kept(blockIdx.x));
+    LaneRows rows;
+    rows.place<PART_TOKENS>(item, first_token, row);
+    store_results(total, arguments, item, rows);
+}
+#endif

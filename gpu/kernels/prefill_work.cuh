@@ -1,0 +1,182 @@
+// What the prefill kernels share: their arguments, the order of work, queries and results in registers.
+//
+// A work item is a tile (rows of one sequence) and a KV head. Its query rows, GROUP_HEADS per token, fill the rows of
+// the products: row r of a part is token r / GROUP_HEADS, query head r % GROUP_HEADS of the KV head.
+#pragma once
+#include "activation.cuh"
+#include "prefill_planes.cuh"
+#include "rotations.cuh"
+
+#define GROUP_HEADS (NUM_HEADS / NUM_KV_HEADS)
+#define KEY_STEPS (HEAD_DIM / 16)
+#define LANE_VALUES (HEAD_DIM / 2)  // of the result, in a lane: two rows
+static_assert(NUM_HEADS % NUM_KV_HEADS == 0 && GROUP_HEADS >= 1 && GROUP_HEADS <= 8, "1 to 8 query heads per KV head");
+
+using Offsets = LayerOffsets<K_PLANE, V_PLANE, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE>;
+using Pages = BlockPages<PAGE_SIZE>;
+
+// queries: (rows, NUM_HEADS, HEAD_DIM) f16, rotated and scaled. page_table: (slots, max_pages) addresses.
+// tiles: (num_tiles) AttentionTile. activation: bf16, K = NUM_HEADS * HEAD_DIM.
+struct PrefillArguments {
+    const u16* queries;
+    const u64* page_table;
+    const AttentionTile* tiles;
+    u16* activation;
+    int layer, max_pages, num_tiles;
+};
+
+struct WorkItem {
+    AttentionTile tile;
+    int kv_head;
+    DEVICE int length() const { return tile.first_position + tile.rows; }
+};
+
+// Work items of a CTA by index: blockIdx.x, then one of each further gridDim.x. Items come longest first; every other
+// time they are taken in reverse, so that CTAs with long items get short ones next.
+DEVICE int next_work(int index) {
+    const int turn = index / (int)gridDim.x;
+    return (2 * turn + 2) * (int)gridDim.x - 1 - index;
+}
+DEVICE bool has_work(const PrefillArguments& arguments, int index) {
+    return index < arguments.num_tiles * NUM_KV_HEADS;
+}
+DEVICE WorkItem work_item(const PrefillArguments& arguments, int index) {
+    const int4 entry = *(const int4*)(arguments.tiles + index / NUM_KV_HEADS);
+    return {{entry.x, entry.y, entry.z, entry.w}, index % NUM_KV_HEADS};
+}
+
+// The two rows of a lane in a part of the products that begins with token `first_token` of the tile.
+struct LaneRows {
+    int token[2], head[2];
+    bool valid[2];
+    // row: of the part, for the lane's first row. PART_TOKENS: tokens of the part.
+    template <int PART_TOKENS>
+    DEVICE void place(const WorkItem& item, int first_token, int row) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int in_part = (row + 8 * i) / GROUP_HEADS;
+            token[i] = first_token + in_part;
+            head[i] = item.kv_head * GROUP_HEADS + (row + 8 * i) % GROUP_HEADS;
+            valid[i] = in_part < PART_TOKENS && token[i] < item.tile.rows;
+        }
+    }
+};
+
+// The same value; what follows from it is worked out anew in every turn of a loop, since kept it would cost registers.
+DEVICE u32 not_kept(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// ---- planes of a block ----------------------------------------------------------------------------------------------
+DEVICE const u64* pages_of(const PrefillArguments& arguments, const WorkItem& item) {
+    return arguments.page_table + (size_t)item.tile.slot * arguments.max_pages;
+}
+
+// Copies an f16 plane of a block into its tile; cells from `length` on become zeros. codes: offset of the head's codes.
+template <int FORMAT, int COPY_THREADS>
+DEVICE void copy_plane(u32 tile, const u64* pages, u64 codes, int block, int length) {
+    if constexpr (FORMAT == PLANE_F16) {
+        constexpr int UNITS = HEAD_DIM / 8, ROWS = COPY_THREADS / UNITS;
+        const int thread = not_kept(threadIdx.x) & (COPY_THREADS - 1), unit = thread % UNITS, first = thread / UNITS;
+#pragma unroll 4
+        for (int pass = 0; pass < BLOCK_CELLS / ROWS; pass++) {
+            const int row = pass * ROWS + first, in_block = cell_of_column<V_PLANE>(row);
+            const int cell = block * BLOCK_CELLS + in_block;
+            const u64 page = pages[Pages::page(PAGE_SIZE < BLOCK_CELLS ? min(cell, length - 1) : block * BLOCK_CELLS)];
+            const u64 source = page + codes + (u32)(Pages::place(block, in_block) * HEAD_DIM * 2 + unit * 16);
+            async_copy16(tile + tile_unit(row, unit), (const void*)source, cell < length ? 16 : 0);
+        }
+    }
+}
+
+// ---- queries and results ----------------------------------------------------------------------------------------------
+// Positions `position` and + 1 of a query, in the order of K's rows.
+DEVICE u32 query_pair(const u16* query, int position) {
+    const int first = key_position_dimension<K_PLANE, HEAD_DIM>(position);
+    if (K_PLANE == PLANE_F16) return *(const u32*)(query + first);
+    return (u32)query[first] | ((u32)query[key_position_dimension<K_PLANE, HEAD_DIM>(position + 1)] << 16);
+}
+// Left fragments of a lane's rows; zeros for rows that do not exist.
+DEVICE void load_queries(u32 (&fragment)[KEY_STEPS][4], const PrefillArguments& arguments, const WorkItem& item,
+                         const LaneRows& rows) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const size_t row = (size_t)(item.tile.first_row + rows.token[i]) * NUM_HEADS + rows.head[i];
+        const u16* query = arguments.queries + row * HEAD_DIM;
+#pragma unroll
+        for (int step = 0; step < KEY_STEPS; step++) {
+            fragment[step][i] = rows.valid[i] ? query_pair(query, 16 * step + 2 * t) : 0;
+            fragment[step][2 + i] = rows.valid[i] ? query_pair(query, 16 * step + 2 * t + 8) : 0;
+        }
+    }
+}
+
+DEVICE bool ends_sub_split(int block) { return block < 16 || (block < 64 ? (block & 1) == 1 : (block & 3) == 3); }
+DEVICE void clear(float (&values)[LANE_VALUES]) {
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i++) values[i] = 0.0f;
+}
+
+DEVICE void fold_values(float (&total)[LANE_VALUES], const float (&part)[LANE_VALUES], const FoldStep (&step)[2]) {
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i++) total[i] = fold_value(total[i], part[i], step[(i >> 1) & 1]);
+}
+DEVICE void fold_rows(RowState& total, RowState& part, FoldStep (&step)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        step[i] = fold_step(total.maximum[i], part.maximum[i]);
+        total.sum[i] = fold_value(total.sum[i], part.sum[i], step[i]);
+    }
+}
+
+// values[4 n + 2 i + e]: row i of a lane, position 8 n + 2 t + e of a row of V. Undoes the rotation of a rotated format
+// (q4: lane t holds the dimensions 8 n + t and 8 n + t + 4).
+DEVICE void rotate_back(float (&values)[LANE_VALUES]) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) {
+            const float other = __shfl_xor_sync(FULL_WARP, values[i], lanes);
+            values[i] = t & lanes ? __fsub_rn(other, values[i]) : __fadd_rn(values[i], other);
+        }
+    }
+    // Strides of the index: 1 is dimension stride 4, 4 is 8, 8 is 16, ...; 2 is the other row.
+#pragma unroll
+    for (int stride = 1; stride < LANE_VALUES; stride *= stride == 1 ? 4 : 2) {
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) {
+            if (i & stride) continue;
+            const float low = values[i], high = values[i + stride];
+            values[i] = __fadd_rn(low, high);
+            values[i + stride] = __fsub_rn(low, high);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i++) values[i] = __fmul_rn(values[i], HeadScale<HEAD_DIM / 32>::HADAMARD);
+}
+
+// Writes the results of a lane's rows, values as in `rotate_back`, as activations of the output product.
+DEVICE void store_results(float (&values)[LANE_VALUES], const PrefillArguments& arguments, const WorkItem& item,
+                          const LaneRows& rows) {
+    const int t = threadIdx.x & 3, quad = threadIdx.x & 28;
+    if constexpr (PlaneTraits<V_PLANE>::ROTATED) rotate_back(values);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = item.tile.first_row + rows.token[i];
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n++) {
+            u32 pair = pack_bf16(values[4 * n + 2 * i], values[4 * n + 2 * i + 1]);
+            if constexpr (V_PLANE == PLANE_Q4) {  // lane t has t and t + 4, and takes 2 t and 2 t + 1
+                const u32 first = __shfl_sync(FULL_WARP, pair, quad + (2 * t & 3));
+                const u32 second = __shfl_sync(FULL_WARP, pair, quad + (2 * t & 3) + 1);
+                pair = permute_bytes(first, second, t < 2 ? 0x5410 : 0x7632);
+            }
+            const int k = rows.head[i] * HEAD_DIM + 8 * n + 2 * t;
+            if (rows.valid[i])
+                *(u32*)(arguments.activation + activation_index<ACTIVATION_LAYOUT>(row, k, NUM_HEADS * HEAD_DIM)) = pair;
+        }
+    }
+}
