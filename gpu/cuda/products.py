@@ -313,7 +313,8 @@ def pack_matrix(
     """Queue packing of row-major weights, (num_rows, packed.width), into tiles of `packed`.
 
     Source tile i becomes tile first_tile + i * tile_stride: merged matrices are packed part by part. Rows that fill the
-    last tile are zero. Raises PlanError when the tiles don't fit, LayoutError for the width.
+    last tile are zero. Products read weights before they wait for the kernel before them, so synchronize once after
+    packing. Raises PlanError when the tiles don't fit, LayoutError for the width.
     """
     tiles, units = num_tiles(num_rows), num_units(packed.width)
     last = first_tile + (tiles - 1) * tile_stride

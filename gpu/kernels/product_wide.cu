@@ -20,7 +20,6 @@ constexpr int UNIT_BYTES = weight_unit_bytes<STORAGE>(), BLOCK_TILES = 4 * WARPG
 constexpr int ACTIVATION_BYTES = BLOCK_ROWS * 128;  // first in a stage, for its alignment of 1024 bytes
 constexpr int STAGE_BYTES = (ACTIVATION_BYTES + BLOCK_TILES * UNIT_BYTES + 1023) / 1024 * 1024;
 constexpr int SUMS = BLOCK_ROWS / 2;  // a lane's outputs: 64 weight rows x BLOCK_ROWS over 128 threads
-constexpr int GROUPS = BLOCK_ROWS / 8;
 constexpr int EXCHANGE_BYTES = EPILOGUE == EPILOGUE_SWIGLU ? BLOCK_TILES * 32 * SUMS / 2 * 4 : 0;
 constexpr int THREADS = 128 * (1 + WARPGROUPS), CTAS_PER_PROCESSOR = WARPGROUPS == 1 ? 2 : 1;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = WARPGROUPS == 1 ? 216 : 232;
@@ -165,12 +164,15 @@ DEVICE void multiply_block(const Stages& ring, int units, int tile, int lane, in
 }
 
 // total[4j .. 4j + 3]: outputs g, g, g + 8, g + 8 of the tile at rows 8j + 2t, 8j + 2t + 1, and the same again.
+// WHOLE: all rows and outputs of the block exist.
+template <bool WHOLE>
 DEVICE void put_block(const Shape& shape, int tile, int first_row, int lane, float* output, const float* bias,
                       const float (&total)[SUMS]) {
-    constexpr int BATCH = 4;  // groups of rows whose loads come before their stores
+    constexpr int GROUPS = BLOCK_ROWS / 8;
+    constexpr int BATCH = 4;  // groups whose loads come before their stores
     const int n = tile * WEIGHT_TILE_ROWS + (lane >> 2), row = first_row + (lane & 3) * 2;
     const int rows = shape.num_rows - row, stride = shape.num_outputs;
-    const bool present[2] = {n < shape.num_outputs, n + 8 < shape.num_outputs};
+    const bool present[2] = {WHOLE || n < shape.num_outputs, WHOLE || n + 8 < shape.num_outputs};
     float offsets[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) offsets[h] = bias && present[h] ? bias[n + 8 * h] : 0.0f;
@@ -184,7 +186,7 @@ DEVICE void put_block(const Shape& shape, int tile, int first_row, int lane, flo
             for (int j = 0; j < BATCH; j++, source += 8 * (size_t)stride)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
-                    if ((first + j) * 8 + (i & 1) < rows && present[i / 2])
+                    if (WHOLE || ((first + j) * 8 + (i & 1) < rows && present[i / 2]))
                         old[j][i] = source[(i & 1) * stride + (i & 2) * 4];
             // Addresses are worked out again for the stores: kept, they would not fit the registers.
             asm volatile("" : "+l"(target));
@@ -193,7 +195,7 @@ DEVICE void put_block(const Shape& shape, int tile, int first_row, int lane, flo
         for (int j = 0; j < BATCH; j++, target += 8 * (size_t)stride)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                if ((first + j) * 8 + (i & 1) >= rows || !present[i / 2]) continue;
+                if (!WHOLE && ((first + j) * 8 + (i & 1) >= rows || !present[i / 2])) continue;
                 const float sum = total[(first + j) * 4 + i];
                 float* place = target + (i & 1) * stride + (i & 2) * 4;
                 if (EPILOGUE == EPILOGUE_ADD)
@@ -280,8 +282,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_PROCESSOR)
             const int first_row = block % shape.row_blocks() * BLOCK_ROWS;
             if constexpr (EPILOGUE == EPILOGUE_SWIGLU)
                 put_activations(ring, shape, warp, tile, first_row, lane, (u16*)output, total);
+            else if (first_row + BLOCK_ROWS <= num_rows && (tile + 1) * WEIGHT_TILE_ROWS <= num_outputs)
+                put_block<true>(shape, tile, first_row, lane, (float*)output, bias, total);
             else
-                put_block(shape, tile, first_row, lane, (float*)output, bias, total);
+                put_block<false>(shape, tile, first_row, lane, (float*)output, bias, total);
         }
     }
 }
