@@ -20,23 +20,19 @@ import numpy as np
 from benchmarks import _record
 from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.device import DeviceBuffer
-from gpu.cuda.products import (
+from gpu.cuda.product_plans import (
     WIDE_SHAPES,
     Epilogue,
-    PackedWeights,
     ProductCase,
     ProductPlan,
-    Products,
     SkinnyShape,
-    SourceType,
-    activation_layout,
     choose_skinny_shape,
-    pack_matrix,
     skinny_plan,
     wide_plan,
 )
+from gpu.cuda.products import Products, SourceType, activation_layout, pack_matrix
 from gpu.cuda.programs import ProgramCompiler
-from gpu.cuda.weight_packing import PackedStorage, bf16_bits, pack, packed_bytes
+from gpu.cuda.weight_packing import PackedStorage, PackedWeights, bf16_bits, pack, packed_bytes
 from tests.gpu.lab import Lab
 
 # name, epilogue, outputs, width, products of a step

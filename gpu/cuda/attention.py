@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpu.cuda.activations import ActivationLayout
+from gpu.cuda.architectures import shared_bytes
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
-from gpu.cuda.products import shared_bytes
 from gpu.errors import LayoutError, PlanError
 from gpu.formats import PlaneFormat
 from gpu.layout import KVLayout

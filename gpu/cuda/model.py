@@ -12,12 +12,13 @@ from gpu.cache import KVCache
 from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.cell_kernels import AttendedRows, QkvRows, StepCellKernels, StepLaunch
 from gpu.cuda.device import CudaDevice, PinnedBuffer
-from gpu.cuda.products import PackedWeights, Products
+from gpu.cuda.products import Products
 from gpu.cuda.rows import HeadNorm, embed_tokens, publish_step, rms_norm
 from gpu.cuda.sampling import DeviceSampler
 from gpu.cuda.step_builder import BuiltStep
 from gpu.cuda.step_shape import StepShape
 from gpu.cuda.step_tables import SequenceSlots
+from gpu.cuda.weight_packing import PackedWeights
 from gpu.cuda.weights import DeviceLayer, DeviceWeights
 from gpu.model.config import ModelConfig
 from gpu.step_cells import StepCells

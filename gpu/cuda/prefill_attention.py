@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpu.cuda.activations import ActivationLayout
+from gpu.cuda.architectures import shared_bytes
 from gpu.cuda.attention import BLOCK_CELLS, AttentionTables
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
-from gpu.cuda.products import shared_bytes
 from gpu.errors import LayoutError, PlanError
 from gpu.layout import KVLayout
 
@@ -187,8 +187,7 @@ def _warpgroup_bytes(layout: KVLayout, ring: PrefillRing) -> int:
     tile = BLOCK_CELLS * layout.head_dim * 2
     queries = _WALKERS * ring.shared_query_steps * _WARPGROUP_ROWS * _STEP_DIMS * 2
     codes = ring.code_stages * _block_code_bytes(layout)
-    rows = _WALKERS * _WARPGROUP_ROWS
-    fold = rows * layout.head_dim * 4 + 2 * rows * 8
+    fold = _fold_bytes(layout.head_dim, _WALKERS * _WARPGROUP_ROWS)
     barriers = 8 * (2 * ring.stages + ring.code_stages)
     return ring.stages * 2 * tile + queries + codes + fold + barriers + _ALIGNMENT
 
@@ -197,4 +196,9 @@ def _warp_bytes(head_dim: int, warps: int) -> int:
     """Shared memory of the warp form: `SharedLayout` of prefill_warps.cuh."""
     tile = BLOCK_CELLS * head_dim * 2
     rows = warps * _WARP_ROWS
-    return 2 * tile + rows * head_dim * 2 + rows * head_dim * 4
+    return 2 * tile + rows * head_dim * 2 + _fold_bytes(head_dim, rows)
+
+
+def _fold_bytes(head_dim: int, rows: int) -> int:
+    """`Folds` of prefill_work.cuh: values of the groups before; maxima and sums of the group and of those."""
+    return rows * (head_dim * 4 + 2 * 8)

@@ -6,6 +6,7 @@ draws the units. Rows beyond `num_outputs` are zero.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -37,6 +38,16 @@ class PackedStorage(IntEnum):
     def group_width(self) -> int:
         """Columns of a row that share a scale; 0 for bf16."""
         return (0, 64, 32)[self]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """A packed matrix in device memory; 16-byte aligned. num_outputs, width: rows and columns."""
+
+    address: int
+    storage: PackedStorage
+    num_outputs: int
+    width: int
 
 
 def num_tiles(num_outputs: int) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cuda.device import CudaDevice
-from gpu.cuda.products import PackedWeights, SourceType, pack_matrix
-from gpu.cuda.weight_packing import TILE_ROWS, PackedStorage, packed_bytes
+from gpu.cuda.products import SourceType, pack_matrix
+from gpu.cuda.weight_packing import TILE_ROWS, PackedStorage, PackedWeights, packed_bytes
 from gpu.errors import ModelFileError
 from gpu.model.config import ModelConfig
 from gpu.model.tensor_names import EMBEDDING, FINAL_NORM, HEAD, layer_name

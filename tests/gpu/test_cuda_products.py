@@ -11,21 +11,25 @@ import pytest
 
 from gpu.cuda.activations import ActivationLayout, pack_activations, unpack_activations
 from gpu.cuda.device import DeviceBuffer
-from gpu.cuda.products import (
+from gpu.cuda.product_plans import (
     WIDE_SHAPES,
     Epilogue,
-    PackedWeights,
     ProductCase,
     ProductPlan,
-    Products,
-    SourceType,
-    activation_layout,
     choose_skinny_shape,
-    pack_matrix,
     skinny_plan,
     wide_plan,
 )
-from gpu.cuda.weight_packing import PackedStorage, bf16_bits, interleave_tiles, pack, packed_bytes, unpack
+from gpu.cuda.products import Products, SourceType, activation_layout, pack_matrix
+from gpu.cuda.weight_packing import (
+    PackedStorage,
+    PackedWeights,
+    bf16_bits,
+    interleave_tiles,
+    pack,
+    packed_bytes,
+    unpack,
+)
 from tests.gpu.lab import Lab
 
 pytestmark = pytest.mark.gpu

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from gpu.cuda.activations import ActivationLayout, pack_activations, unpack_activations
-from gpu.cuda.products import (
+from gpu.cuda.architectures import shared_bytes
+from gpu.cuda.product_plans import (
     MAX_SKINNY_ROWS,
     WIDE_SHAPES,
     Epilogue,
     ProductCase,
-    activation_layout,
     choose_skinny_shape,
     choose_wide_shape,
-    shared_bytes,
     skinny_plan,
     wide_plan,
 )
+from gpu.cuda.products import activation_layout
 from gpu.cuda.weight_packing import (
     PackedStorage,
     bf16_bits,

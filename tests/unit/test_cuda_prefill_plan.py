@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpu.cuda.activations import ActivationLayout
+from gpu.cuda.architectures import shared_bytes
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.prefill_attention import PREFILL, PrefillAttention, PrefillRing
-from gpu.cuda.products import shared_bytes
 from gpu.cuda.programs import ProgramCompiler
 from gpu.errors import KernelCompileError, LayoutError, PlanError
 from gpu.formats import CACHE_FORMATS
