@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(PACK_WARPS * 32)
     pack_weights(const void* source, u8* packed, i32 num_rows, i32 width, i32 first_tile, i32 tile_stride) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int units = width / WEIGHT_UNIT_K, unit = blockIdx.y * PACK_WARPS + (threadIdx.x >> 5);
+    wait_previous_kernel();
     if (unit >= units) return;
     // values[h][j][i]: row g + 8 h, k16 j, columns 2t, 2t + 1, 2t + 8, 2t + 9.
     float values[2][4][4];
