@@ -48,7 +48,7 @@ class PageDigest(bytes):
 class PrefixChain:
     """Digests of the pages of any token list under one fingerprint, tenant and cache scope. Immutable."""
 
-    __slots__ = ("_salt", "page_size", "root")
+    __slots__ = ("_format_digest", "_salt", "_scope", "numerics_digest", "page_size", "root")
 
     def __init__(
         self,
@@ -64,7 +64,10 @@ class PrefixChain:
             raise BadTokenIds("tenant_salt", len(tenant_salt), f"{SALT_BYTES} bytes")
         if page_size <= 0:
             raise BadTokenIds("page_size", page_size, "must be positive")
+        self._format_digest = format_digest
         self._salt = tenant_salt
+        self._scope = (scope, scope_id)
+        self.numerics_digest = numerics_digest
         self.page_size = page_size
         parts = (
             RECORD_VERSION.to_bytes(4, "little"),
@@ -76,6 +79,10 @@ class PrefixChain:
         )
         framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         self.root = self._hash(framed, _ROOT_PERSON)
+
+    def under(self, numerics_digest: bytes) -> PrefixChain:
+        """The chain of the same tokens' pages under other numerics: no digest of one is a digest of the other."""
+        return PrefixChain(self._format_digest, numerics_digest, self._salt, *self._scope, self.page_size)
 
     def digests(self, token_ids: Sequence[int]) -> list[PageDigest]:
         """Digests of the full pages of `token_ids`, in order; tail tokens have none. Raises BadTokenIds."""

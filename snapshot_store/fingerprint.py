@@ -25,6 +25,7 @@ FieldValue = str | int | float | bytes
 FINGERPRINT_BYTES: Final = 32
 MAX_FIELDS: Final = 512
 MAX_FIELD_BYTES: Final = 1 << 16
+MIXED_ID: Final = "mixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,24 @@ def diff_records(left: FingerprintRecord, right: FingerprintRecord) -> list[Fiel
     return [FieldDifference(left.kind, n, a.get(n), b.get(n)) for n in names if not _same(a.get(n), b.get(n))]
 
 
+def numerics_id(digest: bytes) -> str:
+    """The name of numerics in settings, replies and reports: `mixed`, else the digest in hex."""
+    return MIXED_ID if digest == MIXED_DIGEST else digest.hex()
+
+
+def parse_numerics_id(text: str) -> bytes:
+    """The digest that an id names. Raises BadFingerprint."""
+    if text == MIXED_ID:
+        return MIXED_DIGEST
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != FINGERPRINT_BYTES or text != digest.hex():
+        raise BadFingerprint("numerics id", text[:80], f"{MIXED_ID} or {2 * FINGERPRINT_BYTES} hex digits")
+    return digest
+
+
 def _same(left: FieldValue | None, right: FieldValue | None) -> bool:
     return type(left) is type(right) and left == right
 
@@ -160,3 +179,6 @@ def _encode_value(name: str, value: FieldValue) -> tuple[bytes, bytes]:
     if len(raw) > MAX_FIELD_BYTES:
         raise BadFingerprint(name, f"{len(raw)} bytes", f"at most {MAX_FIELD_BYTES} bytes")
     return tag, raw
+
+
+MIXED_DIGEST: Final = MIXED_NUMERICS.digest()

@@ -28,10 +28,12 @@ class SnapshotIndexEntry:
     """What is parked of one branch.
 
     branch: conversation id, or the id of the turn that opened it. head_turn_id: the last turn whose pages are meant.
-    num_cells, num_pages, num_bytes: parked full pages of the branch under `numerics_digest`, shared ones included.
+    num_cells, num_pages, num_bytes: parked full pages of the branch, shared ones included. numerics_digest: of those
+    that the head turn wrote.
     page_size: cells per page. epoch: of the lease that parked. committed_at: of the head turn, parked_at: of this
     entry, both in unix seconds.
-    numerics_cells: cells by numerics digest, of every numerics that the branch was parked under; filled by `read`.
+    numerics_cells: cells by numerics digest, of every numerics that the branch was parked under. `write` sets those of
+    `numerics_digest` (num_cells where none are given), raises the others to what is given, and keeps the rest.
     """
 
     tenant: str
@@ -63,9 +65,13 @@ class SnapshotIndex:
         """Write an entry; False if that of a later commit is there. Raises StoreUnreachable, BadKeyPart."""
         key = snapshot_key(entry.tenant, entry.branch)
         committed = int(entry.committed_at * 1_000_000)
-        values = (committed, encode_index_entry(entry), entry.numerics_digest.hex(), entry.num_cells, ttl_s)
+        own = entry.numerics_digest
+        values: list[Any] = [committed, encode_index_entry(entry), ttl_s, own.hex()]
+        values.append(entry.numerics_cells.get(own, entry.num_cells))
+        for digest, num_cells in entry.numerics_cells.items():
+            values += (digest.hex(), num_cells) if digest != own else ()
         try:
-            return bool(self._control.eval(script("write_index").decode(), 1, key, *cast("tuple[Any, ...]", values)))
+            return bool(self._control.eval(script("write_index").decode(), 1, key, *values))
         except redis.RedisError as error:
             raise StoreUnreachable(f"control: {error}") from error
 

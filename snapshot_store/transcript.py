@@ -5,9 +5,13 @@ Token ids of a turn = parent's (prompt + output)[:shared_length] + input_ids + o
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from snapshot_store.errors import BadFingerprint
+from snapshot_store.fingerprint import parse_numerics_id
 
 TRANSCRIPT_VERSION = 1
 
@@ -30,6 +34,8 @@ class TranscriptEntry:
     output_text: the reply's text as the client saw it. root_id: the tree's first turn. created_at: unix seconds of
     accept; template_time: that of the tree's first turn, the time that templates see.
     page_digests are never stored: they follow from the ids, the fingerprint, the tenant's salt and the scope.
+    numerics_digest: of the pages that the turn wrote. extra["foreign_pages"]: pages of other numerics that it reused,
+    by numerics id. extra["forced_numerics"]: ids of other numerics under which earlier runs sampled part of the reply.
     """
 
     turn_id: str
@@ -56,3 +62,12 @@ class TranscriptEntry:
     cached_tokens: int
     prompt_tokens: int
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def numerics(self) -> tuple[bytes, ...]:
+        """Numerics under which the turn's pages are parked: of those that it wrote, then of those that it reused."""
+        named = [self.numerics_digest]
+        for name in self.extra.get("foreign_pages", ()):
+            with suppress(BadFingerprint):
+                named.append(parse_numerics_id(name))
+        return tuple(dict.fromkeys(named))

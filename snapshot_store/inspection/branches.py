@@ -136,7 +136,8 @@ def _folded(path: tuple[TranscriptEntry, ...]) -> Branch:
 
 
 def _fingerprints(source: InspectionSource, branch: Branch) -> list[tuple[bytes, bytes]]:
-    pairs = {(entry.format_digest, entry.numerics_digest): None for entry in reversed(branch.path)}
+    turns = reversed(branch.path)
+    pairs = {(turn.format_digest, numerics): None for turn in turns for numerics in turn.numerics}
     entry = source.index_entry(branch.head.tenant, branch.name)
     if entry is not None:
         pairs |= {(entry.format_digest, numerics): None for numerics in entry.numerics_cells}

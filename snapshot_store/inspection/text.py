@@ -103,6 +103,12 @@ def _turn_table(turns: Iterable[TurnRow]) -> Table:
 def _print_turn_notes(console: Console, turn: TurnRow) -> None:
     if turn.recompute:
         console.print(f"{turn.turn_id} recomputed: {json.dumps(turn.recompute, sort_keys=True)}", markup=False)
+    if turn.foreign_pages:
+        reused = json.dumps(turn.foreign_pages, sort_keys=True)
+        console.print(f"{turn.turn_id} reused pages of other numerics: {reused}", markup=False, soft_wrap=True)
+    if turn.forced_numerics:
+        sampled = ", ".join(turn.forced_numerics)
+        console.print(f"{turn.turn_id} goes on with a reply of other numerics: {sampled}", markup=False, soft_wrap=True)
     if turn.text is not None:
         console.print(f"{turn.turn_id} text: {turn.text}", markup=False)
 

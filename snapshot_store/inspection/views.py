@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from snapshot_store.errors import DamagedRecord
-from snapshot_store.fingerprint import FieldValue, FingerprintRecord, diff_records
+from snapshot_store.fingerprint import MIXED_DIGEST, FieldValue, FingerprintRecord, diff_records
 from snapshot_store.inspection.branches import Branch, ChainedPage, PageChain, page_chains
 from snapshot_store.inspection.source import InspectionSource, StoredPage
 from snapshot_store.record import parse_header
@@ -38,7 +38,11 @@ class ConversationRow:
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """One committed turn. recompute: what its worker recorded about pages that had to be recomputed. text: if asked."""
+    """One committed turn.
+
+    recompute: what its worker recorded about pages that had to be recomputed. foreign_pages, forced_numerics: the
+    part that other numerics had in it, as the transcript entry says. text: if asked.
+    """
 
     turn_id: str
     parent_id: str | None
@@ -53,6 +57,8 @@ class TurnRow:
     format_digest: str
     numerics_digest: str
     recompute: Any
+    foreign_pages: Any
+    forced_numerics: Any
     text: str | None
 
 
@@ -154,7 +160,8 @@ class ParkedBranches:
 
     def _differences(self, chains: list[PageChain]) -> tuple[str, ...]:
         found: dict[str, None] = {}
-        for newer, older in pairwise(chains):
+        # Mixed numerics say nothing about how cells were computed.
+        for newer, older in pairwise(chain for chain in chains if chain.numerics_digest != MIXED_DIGEST):
             formats = [self._source.format_record(chain.format_digest) for chain in (older, newer)]
             numerics = [self._source.numerics_record(chain.numerics_digest) for chain in (older, newer)]
             for left, right in (formats, numerics):
@@ -200,6 +207,8 @@ def _turn_row(entry: TranscriptEntry, with_text: bool) -> TurnRow:
         format_digest=entry.format_digest.hex(),
         numerics_digest=entry.numerics_digest.hex(),
         recompute=entry.extra.get("recompute"),
+        foreign_pages=entry.extra.get("foreign_pages"),
+        forced_numerics=entry.extra.get("forced_numerics"),
         text=entry.output_text if with_text else None,
     )
 

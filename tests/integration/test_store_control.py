@@ -18,6 +18,7 @@ from snapshot_store.errors import (
     TranscriptDamaged,
     TranscriptMissing,
 )
+from snapshot_store.fingerprint import MIXED_DIGEST
 from snapshot_store.index import SnapshotIndex, SnapshotIndexEntry
 from snapshot_store.keys import fingerprint_key, salt_key, snapshot_key, transcript_key
 from snapshot_store.published import publish_fingerprint, published_format, published_numerics
@@ -158,6 +159,20 @@ def test_index_entry_lists_every_numerics_that_parked(control: redis.Redis) -> N
     held = index.read("local", "conv_1")
     assert held is not None
     assert held.numerics_cells == {NUMERICS: 64, OTHER_NUMERICS: 96}
+
+
+def test_index_entry_of_mixed_pages_counts_each_numerics(control: redis.Redis) -> None:
+    index = SnapshotIndex(control)
+    index.write(ENTRY, 60)
+    mixed = replace(
+        ENTRY, committed_at=2000.0, numerics_digest=MIXED_DIGEST, num_cells=96,
+        numerics_cells={NUMERICS: 48, OTHER_NUMERICS: 16, MIXED_DIGEST: 32},
+    )  # fmt: skip
+    index.write(mixed, 60)
+    held = index.read("local", "conv_1")
+    assert held is not None
+    assert held.num_cells == 96
+    assert held.numerics_cells == {NUMERICS: 64, OTHER_NUMERICS: 16, MIXED_DIGEST: 32}, "reuse makes no count smaller"
 
 
 def test_index_branches_of_a_tenant_are_its_own(control: redis.Redis) -> None:

@@ -27,6 +27,14 @@ def test_digests_cover_full_pages_only() -> None:
     assert [len(_chain().digests(TOKENS[:count])) for count in (0, 15, 16, 31, 32, 70)] == [0, 0, 1, 1, 2, 4]
 
 
+def test_chain_under_other_numerics_shares_no_digest_and_differs_in_nothing_else() -> None:
+    other = _chain().under(b"m" * 32)
+    assert not set(other.digests(TOKENS)) & set(_chain().digests(TOKENS))
+    assert other.root != _chain().root
+    assert other.digests(TOKENS) == _chain(numerics_digest=b"m" * 32).digests(TOKENS)
+    assert other.under(NUMERICS).digests(TOKENS) == _chain().digests(TOKENS)
+
+
 def test_digests_of_a_longer_list_begin_with_those_of_its_prefix() -> None:
     assert _chain().digests(TOKENS)[:2] == _chain().digests(TOKENS[:32])
 

@@ -7,7 +7,16 @@ import math
 import pytest
 
 from snapshot_store.errors import BadFingerprint
-from snapshot_store.fingerprint import MIXED_NUMERICS, Fingerprint, FormatRecord, NumericsRecord, diff
+from snapshot_store.fingerprint import (
+    MIXED_DIGEST,
+    MIXED_NUMERICS,
+    Fingerprint,
+    FormatRecord,
+    NumericsRecord,
+    diff,
+    numerics_id,
+    parse_numerics_id,
+)
 from snapshot_store.published import decode_record, encode_record
 
 VALUES = {"page_size": 16, "k_format": "int8", "rope_theta": 10000.0, "weights": b"\x01" * 32, "tied": True}
@@ -44,6 +53,17 @@ def test_digest_is_the_same_in_every_version_of_this_build() -> None:
         + "09000000" + b"page_size".hex() + b"i".hex() + "02000000" + b"16".hex()
         + "07000000" + b"weights".hex() + b"b".hex() + "02000000" + "00ff"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("digest", [MIXED_DIGEST, NumericsRecord.of({"backend": "cpu"}).digest()])
+def test_numerics_id_names_its_digest(digest: bytes) -> None:
+    assert parse_numerics_id(numerics_id(digest)) == digest
+
+
+@pytest.mark.parametrize("text", ["", "any", "Mixed", "ab" * 31, "AB" * 32, "zz" * 32, "ab " * 32])
+def test_numerics_id_that_names_nothing_is_refused(text: str) -> None:
+    with pytest.raises(BadFingerprint, match="numerics id"):
+        parse_numerics_id(text)
 
 
 def test_mixed_numerics_equals_no_worker_record() -> None:
