@@ -73,7 +73,7 @@ def check_moved(stack: Stack, model: Path, num_turns: int, page_size: int, **set
     first, second = stack.worker_ids
     moved, usages = _hold(client, (first, second), num_turns)
     stayed, _ = _hold(client, (first, first), num_turns)
-    runtime = teacher(model, kv_format=settings["kv_format"], threads=2)
+    runtime = teacher(model, kv_format=settings["kv_format"], backend=settings.get("backend", "cpu"), threads=2)
     try:
         for i in range(2):
             path = client.path(moved[i][-1])

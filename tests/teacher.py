@@ -13,6 +13,8 @@ from snapshot_store.transcript_reader import fold_token_ids
 from workers.model_runtime import ModelRuntime, load_runtime
 from workers.settings import WorkerSettings
 
+VERIFY_ROWS = 64
+
 
 def teacher(model: Path, **settings: Any) -> ModelRuntime:
     """A runtime of its own, with no store and no history."""
@@ -55,7 +57,7 @@ def _verify(
     """Rows at the positions before each output id: each draws the id that follows it."""
     drawn: list[int] = []
     while len(drawn) < len(tokens):
-        chunk = tuple(tokens[len(drawn) : len(drawn) + runtime.backend.max_rows])
+        chunk = tuple(tokens[len(drawn) : len(drawn) + min(runtime.backend.max_rows, VERIFY_ROWS)])
         entry = PlanEntry(sequence, RowKind.VERIFY, chunk, sampling, len(drawn), history)
         [result] = runtime.backend.launch(StepPlan((entry,))).wait().entries
         runtime.backend.cache.truncate(sequence, sequence.length)

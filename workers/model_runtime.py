@@ -68,9 +68,9 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     source = open_model(settings.model)
     config, context_length = _with_context(source.config, settings.context)
     layout = layout_of(config, settings.kv_format, settings.page_size)
-    num_pages = settings.mirror_mib * (1 << 20) // layout.page_bytes
+    num_pages = settings.mirror_bytes // layout.page_bytes
     if num_pages < 2:
-        raise LayoutError("mirror_mib", settings.mirror_mib, f"two pages of {layout.page_bytes} bytes must fit")
+        raise LayoutError("mirror_mib", settings.mirror_bytes >> 20, f"two pages of {layout.page_bytes} bytes must fit")
     load, storages = (_load_cuda, _CUDA_STORAGE) if settings.backend == "cuda" else (_load_host, _HOST_STORAGE)
     if settings.weights not in storages:
         raise LayoutError("weights", settings.weights, f"{settings.backend} keeps them as {', '.join(storages)}")
@@ -101,7 +101,7 @@ def _load_host(
     settings: WorkerSettings, source: LoadedSource, config: ModelConfig, layout: KVLayout
 ) -> Iterator[tuple[Backend, str]]:
     """A backend that computes on the host, and how it stores weights; inside, its kernels may be compiled."""
-    mirror = MirrorArena.allocate(settings.mirror_mib * (1 << 20) // layout.page_bytes * layout.page_bytes)
+    mirror = MirrorArena.allocate(settings.mirror_bytes // layout.page_bytes * layout.page_bytes)
     threads = CpuThreads(settings.threads)
     weights = source.load_weights(_HOST_STORAGE[settings.weights])
     kernels, rope, sampler = NumbaKVKernels(threads), rope_table(config), HostSampler()
@@ -113,14 +113,14 @@ def _load_host(
         if settings.backend == "simulated":
             yield (
                 SimulatedBackend(
-                    model, layout, mirror, kernels, rope, sampler, settings.step_rows, attest=attest,
+                    model, layout, mirror, kernels, rope, sampler, settings.max_step_rows, attest=attest,
                     resident_cells=resident, threads=threads,
                 ),
                 storage,
             )  # fmt: skip
         else:
             cache = unified_cache(layout, mirror, kernels, rope, attest=attest, resident_cells=resident)
-            yield CpuBackend(model, cache, sampler, settings.step_rows, threads), storage
+            yield CpuBackend(model, cache, sampler, settings.max_step_rows, threads), storage
 
 
 @contextmanager
@@ -138,10 +138,10 @@ def _load_cuda(
     options = CudaOptions(
         device=settings.device,
         storage=PackedStorage[_CUDA_STORAGE[settings.weights]],
-        mirror_bytes=settings.mirror_mib << 20,
+        mirror_bytes=settings.mirror_bytes,
         device_kv_bytes=None if settings.device_kv_mib is None else settings.device_kv_mib << 20,
         max_sequences=2 * settings.slots + 2,
-        step_rows=settings.step_rows,
+        step_rows=settings.max_step_rows,
         attest=settings.attest,
         resident_cells=settings.kv_resident,
     )

@@ -12,10 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import redis
 
 from snapshot_store.errors import StoreError
+from snapshot_store.fingerprint import MIXED_NUMERICS, numerics_id
 from snapshot_store.published import publish_fingerprint
 from snapshot_store.redis_store import RedisPageStore
 from snapshot_store.salts import tenant_salt
@@ -29,6 +31,7 @@ from workers.errors import WorkerStartError
 from workers.fleet_presence import FleetPresence
 from workers.live_turns import LiveTurns
 from workers.model_runtime import ModelRuntime, load_runtime
+from workers.parking.acceptance import AcceptedNumerics
 from workers.parking.bookkeeping import Bookkeeping
 from workers.parking.identity import WriterIdentity
 from workers.parking.park import Parking
@@ -68,7 +71,7 @@ class WorkerService:
         self.boot_id = secrets.token_bytes(16)
         self.control = TurnControl(connect(settings.control_url, max_connections=settings.slots + _NUM_OWN_SPEAKERS))
         self.dispatcher = Dispatcher(settings.control_url)
-        self.engine = Engine(runtime.backend, step_rows=settings.step_rows)
+        self.engine = Engine(runtime.backend, step_rows=settings.max_step_rows)
         self.identity = WriterIdentity.of(runtime.fingerprint, self.boot_id, runtime.layout)
         self.parking = Parking(self.engine.cache, store, self.identity, queue_bytes=settings.park_queue_mib << 20)
         self.live = LiveTurns(
@@ -112,7 +115,11 @@ class WorkerService:
         self.sandbox.start()
         self.engine.launch_thread()
         self.live.start()
-        publish_fingerprint(self.control.client, self.runtime.fingerprint, _FINGERPRINT_TTL_S)
+        published = [self.runtime.fingerprint]
+        if self.settings.accept_numerics != "own":
+            published.append(replace(self.runtime.fingerprint, numerics=MIXED_NUMERICS))
+        for fingerprint in published:
+            publish_fingerprint(self.control.client, fingerprint, _FINGERPRINT_TTL_S)
         for message in self.control.run(end_worker_leases(self.settings.worker_id, except_boot_id=self.boot_id.hex())):
             self.dispatcher.send(message)
         self.presence.start()
@@ -186,6 +193,7 @@ class WorkerService:
             models=(self.model_name,),
             hot_branches=self.hot_branches(),
             lease_s=self.settings.lease_s,
+            numerics=numerics_id(self.identity.numerics_digest),
         )
 
     def _parts(self) -> WorkerParts:
@@ -200,6 +208,7 @@ class WorkerService:
             restorer=self.restorer,
             parking=self.parking,
             identity=self.identity,
+            accepted=AcceptedNumerics.parse(self.identity.numerics_digest, self.settings.accept_numerics),
             claimant=self._claimant,
             salt_of=functools.cache(functools.partial(tenant_salt, self.control.client)),
             ttl_s=self._ttl_s,

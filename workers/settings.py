@@ -11,6 +11,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+_NUMERICS_IDS = r"(mixed|[0-9a-f]{64})"
+
 
 def _default_worker_id() -> str:
     return f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
@@ -21,7 +23,8 @@ class WorkerSettings(BaseSettings):
 
     weights: how they are kept in memory. auto: bf16 on `cuda`, as the file has them on the host, where f32 and bf16 can
     be asked for too. `cuda` only: device (number or UUID), device_kv_mib (memory for resident pages, None for what is
-    free). Units are in the names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
+    free). accept_numerics: whose pages are reused: own, any, or numerics ids with commas between. Units are in the
+    names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALET_", extra="ignore", frozen=True)
@@ -40,10 +43,11 @@ class WorkerSettings(BaseSettings):
     context: int | None = Field(default=None, ge=16)
     slots: int = Field(default=8, ge=1, le=256)
     threads: int = Field(default_factory=lambda: max(1, len(os.sched_getaffinity(0))), ge=1, le=256)
-    mirror_mib: int = Field(default=512, ge=1)
+    mirror_mib: int | None = Field(default=None, ge=1)
     kv_resident: int | None = Field(default=None, ge=0)
-    step_rows: int = Field(default=128, ge=8, le=4096)
+    step_rows: int | None = Field(default=None, ge=8, le=8192)
     restore: Literal["auto", "always", "never"] = "auto"
+    accept_numerics: str = Field(default="own", pattern=f"^(own|any|{_NUMERICS_IDS}(,{_NUMERICS_IDS})*)$")
     attest: Literal["always", "sampled", "off"] = "sampled"
     park_stateless: Literal["eager", "never"] = "eager"
     park_ttl_s: int = Field(default=24 * 3600, ge=1)
@@ -54,6 +58,16 @@ class WorkerSettings(BaseSettings):
     drain_grace_s: float = Field(default=20.0, ge=0)
     sweep_s: float = Field(default=1.0, gt=0)
     wire_connections: int = Field(default=4, ge=1, le=64)
+
+    @property
+    def mirror_bytes(self) -> int:
+        """Size of the mirror arena; by default 512 MiB, on `cuda` 8 GiB."""
+        return (self.mirror_mib or (8192 if self.backend == "cuda" else 512)) << 20
+
+    @property
+    def max_step_rows(self) -> int:
+        """Most rows of a step; by default 128, on `cuda` 2048."""
+        return self.step_rows or (2048 if self.backend == "cuda" else 128)
 
 
 def default_model_path() -> Path:

@@ -126,17 +126,17 @@ class StepCellKernels:
         launch = self._owned(cells, q.num_rows)
         if self._rotated_layer != layer:
             raise PlanError("layer", layer, f"stored before it is attended; last stored: {self._rotated_layer}")
-        for plan, attention, name in (
-            (launch.decode, self.decode, "tiles"),
-            (launch.prefill, self.prefill, "wide_tiles"),
-        ):
-            if plan is None:
-                continue
-            tables = AttentionTables(launch.tables.address(name), self._slots.page_table.address, self._slots.max_pages)
-            attention.launch(
-                launch.stream, layer, plan, tables, queries=self._queries, scratch=self._scratch.address,
-                activations=out.address, activation_layout=out.layout,
-            )  # fmt: skip
+        common: Any = {"queries": self._queries, "activations": out.address, "activation_layout": out.layout}
+        if launch.decode is not None:
+            tables = self._attention_tables(launch, "tiles")
+            scratch = self._scratch.address
+            self.decode.launch(launch.stream, layer, launch.decode, tables, scratch=scratch, **common)
+        if launch.prefill is not None:
+            tables = self._attention_tables(launch, "wide_tiles")
+            self.prefill.launch(launch.stream, layer, launch.prefill, tables, **common)
+
+    def _attention_tables(self, launch: StepLaunch, tiles: str) -> AttentionTables:
+        return AttentionTables(launch.tables.address(tiles), self._slots.page_table.address, self._slots.max_pages)
 
     def _owned(self, cells: StepCells, num_rows: int) -> StepLaunch:
         launch = self._launch

@@ -25,6 +25,9 @@ from gpu.kv_kernels import RopeTable
 from gpu.layout import KVLayout
 from gpu.model.config import ModelConfig
 
+_MAX_SAMPLED: Final = 256
+"""Rows of a step that may be sampled, if there are not more sequences."""
+
 _KEPT_FREE: Final = 512 << 20
 """Device memory left for kernels, captured steps and scratch that grows."""
 
@@ -74,11 +77,11 @@ def _load(
     DeviceRope.check(rope, layout.head_dim)
     max_rows = max(options.step_rows, MAX_SKINNY_ROWS)
     num_sequences = max(options.max_sequences, 2)
-    max_sampled = max(num_sequences, MAX_SKINNY_ROWS)
+    max_sampled = max(num_sequences, min(max_rows, _MAX_SAMPLED))
     weights = WeightLoader(device, config, source, options.storage).load()
     max_pages = -(-rope.max_position // layout.page_size)
     slots = SequenceSlots(device, num_sequences, max_pages, STEPS_IN_FLIGHT)
-    sampler = DeviceSampler(device, config.vocab_size, num_sequences, max_sampled)
+    sampler = DeviceSampler(device, config.vocab_size, max_sampled)
     model = DeviceModel(
         device, config, weights, sampler, slots, max_rows=max_rows,
         max_entries=max(num_sequences, MAX_SKINNY_ROWS), max_sampled=max_sampled,
