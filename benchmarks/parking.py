@@ -3,11 +3,11 @@
     python -m benchmarks.parking [MODEL] [--threads 2] [--kv k8v4] [--out FILE]
 
 Measured inside single replies: of four pages that the engine seals in turn, two are sent and two are not, in the order
-ABBA, then BAAB, so that a context that grows and a machine that drifts cancel out. Each four give one paired difference,
-of whole pages (all steps from the one that sealed a page to the next page's) and of the reach of an upload (the first
-`REACH` of these steps, far more than an upload lasts; those behind it can only add noise). Medians with a 95 % bootstrap
-interval. An independent bound: processor time of the upload threads and of the page server, and the time for which an
-upload keeps the interpreter from another thread, for each page.
+ABBA, then BAAB, so that a context that grows and a machine that drifts cancel out. Each four give one paired
+difference, of whole pages (all steps from the one that sealed a page to the next page's) and of the reach of an upload
+(the first `REACH` of these steps, far more than an upload lasts; those behind it can only add noise). Medians with a
+95 % bootstrap interval. An independent bound: processor time of the upload threads and of the page server, and the time
+for which an upload keeps the interpreter from another thread, for each page.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from workers.service import WorkerService
 from workers.settings import default_model_path
 
 PROMPT_PAGES = 8
-DECODE_S, QUADS = 100, 6
+DECODE_S, QUADS = 170, 6
 ABBA = (True, False, False, True)
 REACH = 8
 TTL_S = 3600
