@@ -41,7 +41,7 @@ _P, _I32 = Arg.POINTER, Arg.I32
 def _decode_sample(head_dim: int, heads: int, kv_heads: int, k: int, v: int, page_size: int = 64) -> dict[str, int]:
     shape = {"HEAD_DIM": head_dim, "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "PAGE_SIZE": page_size}
     ring = {"STAGES": 3, "SHARED_BYTES": 102 << 10, "RESIDENT": 2} if k == 0 or v == 0 else {}
-    ring = ring or {"STAGES": 3, "SHARED_BYTES": 64 << 10, "RESIDENT": 4}
+    ring = ring or {"STAGES": 3, "SHARED_BYTES": 64 << 10, "RESIDENT": 3}
     return {**shape, "K_PLANE": k, "V_PLANE": v, **ring}
 
 
@@ -203,7 +203,7 @@ class DecodeAttention:
             tables.max_pages, plan.max_splits, plan.tile_stride, plan.unsettled,
         )  # fmt: skip
         grid = (plan.chunks, self.layout.num_kv_heads, plan.num_tiles)
-        kernel = self._library.get(DECODE, "attention_decode", self._decode_variant())
+        kernel = self._library.get(DECODE, "attention_decode", self.decode_variant())
         kernel.launch(stream, grid, 32 * _WARPS, arguments, self._shared)
 
     def fold(
@@ -228,7 +228,8 @@ class DecodeAttention:
     def _partials_bytes(self, plan: DecodePlan) -> int:
         return plan.scratch_rows * self.num_heads * plan.max_splits * self.layout.head_dim * 4
 
-    def _decode_variant(self) -> dict[str, int]:
+    def decode_variant(self) -> dict[str, int]:
+        """Parameters of the decode kernel."""
         return {
             "HEAD_DIM": self.layout.head_dim,
             "NUM_HEADS": self.num_heads,

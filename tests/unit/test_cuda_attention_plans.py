@@ -8,25 +8,28 @@ import pytest
 
 from gpu.cuda.attention import (
     BLOCK_CELLS,
+    DECODE,
     DecodeAttention,
     choose_chunks,
     choose_ring,
     num_sub_splits,
 )
 from gpu.cuda.kernel import KernelLibrary
+from gpu.cuda.programs import ProgramCompiler
 from gpu.errors import LayoutError, PlanError
 from gpu.formats import CACHE_FORMATS
 from gpu.layout import KVLayout
 
 
 class _Library:
-    arch = "sm_90a"
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
 
 
-def _attention(num_heads: int = 32, kv_format: str = "k8v4", head_dim: int = 128) -> DecodeAttention:
+def _attention(num_heads: int = 32, kv_format: str = "k8v4", arch: str = "sm_90a") -> DecodeAttention:
     chosen = CACHE_FORMATS[kv_format]
-    layout = KVLayout(2, 8, head_dim, 64, chosen.k, chosen.v)
-    return DecodeAttention(cast(KernelLibrary, _Library()), layout, num_heads, 132)
+    layout = KVLayout(2, 8, 128, 64, chosen.k, chosen.v)
+    return DecodeAttention(cast(KernelLibrary, _Library(arch)), layout, num_heads, 132)
 
 
 def test_sub_splits_hold_one_two_and_four_blocks() -> None:
@@ -77,3 +80,11 @@ def test_sizes_that_kernels_do_not_take_are_refused() -> None:
         _attention(num_heads=72)
     with pytest.raises(LayoutError, match="1 to 8 times 8 KV heads"):
         _attention(num_heads=12)
+
+
+@pytest.mark.parametrize("kv_format", CACHE_FORMATS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+def test_chosen_rings_leave_enough_registers(kv_format: str, arch: str) -> None:
+    variant = _attention(kv_format=kv_format, arch=arch).decode_variant()
+    _, notes = ProgramCompiler(arch).compile_verbose(DECODE, variant)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in notes
