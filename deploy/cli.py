@@ -70,6 +70,9 @@ MirrorMib = Annotated[int | None, typer.Option("--mirror-mib", help="MiB of mirr
 Context = Annotated[int | None, typer.Option("--context", help="Longest conversation in tokens.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="cpu or simulated.")]
 Restore = Annotated[str | None, typer.Option("--restore", help="auto, always or never.")]
+AcceptNumerics = Annotated[
+    str | None, typer.Option("--accept-numerics", help="Whose pages to reuse: own, any, or numerics ids (a,b).")
+]
 Attest = Annotated[str | None, typer.Option("--attest", help="always, sampled or off.")]
 
 
@@ -105,6 +108,7 @@ def up(
     context: Context = None,
     backend: Backend = None,
     restore: Restore = None,
+    accept_numerics: AcceptNumerics = None,
     attest: Attest = None,
     pages_mib: Annotated[int, typer.Option("--pages-mib", min=64, help="Cap of the embedded pages server.")] = 2048,
     grace_s: Annotated[float, typer.Option("--grace-s", envvar=_GRACE, min=0, help="Seconds to drain.")] = 20.0,
@@ -112,7 +116,7 @@ def up(
     """Run everything in the foreground: servers, gateway and workers. Ctrl-C parks and stops."""
     environment = worker_environment(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
-        backend=backend, restore=restore, attest=attest,
+        backend=backend, restore=restore, accept_numerics=accept_numerics, attest=attest,
     )  # fmt: skip
     options = StackOptions(
         directory=data or default_directory(), num_workers=workers, host=host, port=port, keys_file=keys,
@@ -197,12 +201,14 @@ def worker(
     context: Context = None,
     backend: Backend = None,
     restore: Restore = None,
+    accept_numerics: AcceptNumerics = None,
     attest: Attest = None,
 ) -> None:
     """Run one worker in the foreground: `celery -A workers.celery_app worker` with these settings."""
     environment = worker_environment(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
-        backend=backend, restore=restore, attest=attest, control_url=control, pages_url=pages, worker_id=worker_id,
+        backend=backend, restore=restore, accept_numerics=accept_numerics, attest=attest,
+        control_url=control, pages_url=pages, worker_id=worker_id,
     )  # fmt: skip
     os.environ.update(environment, PYTHONSAFEPATH="1")
     settings_in_force()

@@ -13,6 +13,7 @@ from workers.registry import WorkerRecord
 _LABELS = ["worker", "model"]
 _COUNTERS = {
     "restored_pages": "Pages that turns took from the page store",
+    "marked_turns": "Runs of turns that other numerics had a part in",
     "parked_bytes": "Bytes of pages sent to the page store",
     "steps": "Engine steps",
     "prefill_rows": "Prompt rows computed",
@@ -24,6 +25,7 @@ _COUNTERS = {
 _SPLIT_COUNTERS = {
     "turns": ("end", "Runs of turns, by how they ended"),
     "recomputed_pages": ("reason", "Pages computed again, by why they could not be restored"),
+    "foreign_pages": ("numerics", "Pages reused that other numerics have computed"),
     "parked_pages": ("outcome", "Pages that were to be parked, by outcome"),
 }
 _GAUGES = {

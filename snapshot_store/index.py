@@ -67,7 +67,7 @@ class SnapshotIndex:
         committed = int(entry.committed_at * 1_000_000)
         own = entry.numerics_digest
         values: list[Any] = [committed, encode_index_entry(entry), ttl_s, own.hex()]
-        values.append(entry.numerics_cells.get(own, entry.num_cells))
+        values.append(entry.numerics_cells.get(own, 0) if entry.numerics_cells else entry.num_cells)
         for digest, num_cells in entry.numerics_cells.items():
             values += (digest.hex(), num_cells) if digest != own else ()
         try:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from snapshot_store.fingerprint import numerics_id
 from workers.registry import ModelRecord, WorkerRecord, beat, publish_model, quarantine, quarantined, retire
 from workers.turns.errors import TurnControlError
 
@@ -37,6 +38,8 @@ class FleetPresence:
         self._turns: Counter[str] = Counter()
         self._recomputed: Counter[str] = Counter()
         self._restored_pages = 0
+        self._foreign_pages: Counter[str] = Counter()
+        self._marked_turns = 0
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -71,6 +74,8 @@ class FleetPresence:
         self._turns[report.end] += 1
         self._recomputed.update(report.resolution.reasons)
         self._restored_pages += report.resolution.store_pages
+        self._foreign_pages.update({numerics_id(numerics): num for numerics, num in report.foreign_pages.items()})
+        self._marked_turns += bool(report.marks())
 
     def figures(self) -> dict[str, Any]:
         """Counters for inspection and metrics: plain numbers, totals since start."""
@@ -80,6 +85,8 @@ class FleetPresence:
             "turns": dict(self._turns),
             "recomputed_pages": dict(self._recomputed),
             "restored_pages": self._restored_pages,
+            "foreign_pages": dict(self._foreign_pages),
+            "marked_turns": self._marked_turns,
             "parked_pages": dict(service.parking.outcomes),
             "parked_bytes": service.parking.stored_bytes,
             "park_backlog": service.parking.backlog,
@@ -94,6 +101,7 @@ class FleetPresence:
             "resident_pages": stats.resident,
             "evictions": stats.evictions,
             "attest": service.settings.attest,
+            "accept_numerics": service.settings.accept_numerics,
         }
 
     def _run(self) -> None:

@@ -17,16 +17,17 @@ from typing import Any
 
 from gpu.cache import HoldKind
 from snapshot_store.errors import StoreUnreachable
+from snapshot_store.fingerprint import numerics_id
 from workers.conversation import FrozenTurn, digests_of, with_reply
 from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
 from workers.errors import IntegrityLost, LeaseLost, TurnCancelled, TurnFailed, WorkerDraining, WorkerQuarantined
 from workers.live_turns import LiveTurn
-from workers.parking.restore import Resolution
+from workers.parking.resolution import Resolution
 from workers.parking.turn_pages import TurnPages
 from workers.prompt.errors import PromptError, SandboxFailure
 from workers.reply import Reply
 from workers.turn_report import TurnReport
-from workers.turn_shape import engine_request, reply_limit, transcript_entry, turn_pages
+from workers.turn_shape import engine_request, reply_limit, sealed_pages, transcript_entry, turn_pages
 from workers.turns.calls import append_events, claim, commit, finish, release
 from workers.turns.errors import ControlUnavailable, DurabilityLost, StaleLease, TurnControlError, TurnEnded
 from workers.turns.events import TurnEvent, TurnState
@@ -71,7 +72,9 @@ class _Run:
         self._reply = Reply(parts.tokenizer, claimed.request.stop)
         if claimed.started:
             self._reply.replay(claimed.emitted_ids)
-        self._report = TurnReport(time.monotonic())
+        own = numerics_id(parts.identity.numerics_digest)
+        forced = tuple(numerics for numerics in claimed.emitted_numerics if numerics != own)
+        self._report = TurnReport(time.monotonic(), forced_numerics=forced)
         self._num_contained = 0
 
     def run(self) -> None:
@@ -144,10 +147,9 @@ class _Run:
             self._leave_if_interrupted()
             token_ids = request.known_ids
             pages.cover(token_ids)
-            known = len(token_ids) if self._reply.output_ids else turn.shared_length
-            resolution = parts.restorer.resolve(running, pages, token_ids, known // pages.chain.page_size)
-            if self._report.attempts == 1:
-                self._report.resolution = resolution
+            sealed = sealed_pages(self._claimed, turn, pages, forced_ids)
+            resolution = parts.restorer.resolve(running, pages, len(token_ids), *sealed)
+            self._report.note_attempt(resolution, pages.written)
             begun = time.monotonic()
             parts.engine.start(running)
             if self._reply.next_number == 0:
@@ -221,7 +223,7 @@ class _Run:
         if reply.stopped:
             reason = "stop"
         state = TurnState.COMPLETED if reason == "stop" else TurnState.INCOMPLETE
-        entry = transcript_entry(self._parts, claimed, turn, reply, self._report, reason)
+        entry = transcript_entry(self._parts, claimed, turn, pages, reply, self._report, reason)
         terminal = reply.finish(state, reason, self._usage(), {})
         digests = digests_of(claimed, with_reply(turn.history, reply.text)) if claimed.request.stateless else []
         call = commit(

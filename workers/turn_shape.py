@@ -8,10 +8,12 @@ from typing import Any
 
 from gpu.plan import SamplingParams
 from snapshot_store.chain import PrefixChain
+from snapshot_store.fingerprint import parse_numerics_id
 from snapshot_store.transcript import CacheScope, TranscriptEntry
 from workers.conversation import FrozenTurn
 from workers.engine.requests import EngineRequest
 from workers.errors import ContextOverflow, TurnFailed
+from workers.parking.acceptance import readable_cells
 from workers.parking.turn_pages import TurnPages
 from workers.reply import Reply
 from workers.turn_report import TurnReport
@@ -47,7 +49,7 @@ def scope_id(claimed: ClaimedTurn, turn: FrozenTurn) -> str:
 
 
 def turn_pages(parts: WorkerParts, claimed: ClaimedTurn, turn: FrozenTurn) -> TurnPages:
-    """The turn's prefix chain, still without pages."""
+    """The turn's prefix chains, still without pages."""
     request, identity = claimed.request, parts.identity
     chain = PrefixChain(
         identity.format_digest,
@@ -57,7 +59,25 @@ def turn_pages(parts: WorkerParts, claimed: ClaimedTurn, turn: FrozenTurn) -> Tu
         scope_id(claimed, turn),
         parts.page_size,
     )
-    return TurnPages(request.tenant, chain, request.stateless, claimed.lease.epoch)
+    accepted = parts.accepted.of_turn(turn.path, map(parse_numerics_id, claimed.earlier_numerics))
+    return TurnPages(request.tenant, chain, request.stateless, claimed.lease.epoch, accepted)
+
+
+def sealed_pages(
+    claimed: ClaimedTurn, turn: FrozenTurn, pages: TurnPages, forced_ids: Sequence[int]
+) -> tuple[int, int]:
+    """Leading pages that earlier runs have sealed, and those of them whose numerics may be reused here.
+
+    forced_ids: output ids that an earlier run of this turn has sampled: it had all cells before them.
+    """
+    size = pages.chain.page_size
+    if not forced_ids:
+        num_readable = readable_cells(turn.path, turn.shared_length, pages.numerics)
+        return turn.shared_length // size, num_readable // size
+    num_sealed = (len(turn.ids) + len(forced_ids)) // size
+    if {parse_numerics_id(numerics) for numerics in claimed.earlier_numerics} <= set(pages.numerics):
+        return num_sealed, num_sealed
+    return num_sealed, readable_cells(turn.path, turn.shared_length, pages.numerics) // size
 
 
 def engine_request(
@@ -99,7 +119,13 @@ def _check_biases(biases: Sequence[Sequence[float]], vocab_size: int) -> None:
 
 
 def transcript_entry(
-    parts: WorkerParts, claimed: ClaimedTurn, turn: FrozenTurn, reply: Reply, report: TurnReport, reason: str
+    parts: WorkerParts,
+    claimed: ClaimedTurn,
+    turn: FrozenTurn,
+    pages: TurnPages,
+    reply: Reply,
+    report: TurnReport,
+    reason: str,
 ) -> TranscriptEntry:
     """What the turn adds to the transcript."""
     request, lease = claimed.request, claimed.lease
@@ -108,6 +134,7 @@ def transcript_entry(
     }
     if report.resolution.reasons:
         extra["recompute"] = dict(report.resolution.reasons)
+    extra |= report.marks()
     if turn.whole_reason is not None:
         extra["tokenized_whole"] = turn.whole_reason
     return TranscriptEntry(
@@ -129,7 +156,7 @@ def transcript_entry(
         output_text=reply.text,
         finish_reason=reason,
         format_digest=parts.identity.format_digest,
-        numerics_digest=parts.identity.numerics_digest,
+        numerics_digest=pages.written,
         worker_id=lease.worker_id,
         epoch=lease.epoch,
         cached_tokens=report.cached_tokens(parts.page_size),

@@ -10,6 +10,7 @@ from workers.conversation import Conversations
 from workers.dispatch import Dispatcher
 from workers.engine.engine import Engine
 from workers.live_turns import LiveTurns
+from workers.parking.acceptance import AcceptedNumerics
 from workers.parking.identity import WriterIdentity
 from workers.parking.park import Parking
 from workers.parking.restore import Restorer
@@ -33,6 +34,7 @@ class WorkerParts:
     restorer: Restorer
     parking: Parking
     identity: WriterIdentity
+    accepted: AcceptedNumerics
     claimant: Callable[[], Claimant]
     salt_of: Callable[[str], bytes]
     ttl_s: Callable[[TurnPages], int]

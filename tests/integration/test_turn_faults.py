@@ -17,7 +17,7 @@ from tests.fleet_fixtures import MakeFleet
 from workers.engine import engine as engine_module
 from workers.engine.requests import EngineRequest, EngineTurn, SealedEvent
 from workers.live_turns import LiveTurns
-from workers.parking.restore import Rates
+from workers.parking.rates import Rates
 from workers.parking.turn_pages import TurnPages
 from workers.prompt.errors import SandboxFailure
 from workers.turns.calls import claim, end_worker_leases

@@ -302,10 +302,10 @@ class Engine:
         while running.num_sealed in self.cache.sealable(sequence):
             index = running.num_sealed
             token_ids = tuple(running.ids[index * page_size : (index + 1) * page_size])
-            page = self.cache.seal(sequence, index, pages.digest_of(index, token_ids))
+            page = self.cache.seal(sequence, index, pages.seal(index, token_ids, sequence.own_numerics))
             running.num_sealed += 1
             self.cache.hold(page, HoldKind.UPLOAD)
-            running.turn.on_sealed(SealedEvent(page, index, token_ids))
+            running.turn.on_sealed(SealedEvent(page, index))
 
     def _contain(self, turns: list[RunningTurn], error: Exception) -> None:
         _log.error("step of %d turns raised %s", len(turns), type(error).__name__, exc_info=error)

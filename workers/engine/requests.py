@@ -81,7 +81,6 @@ class SealedEvent:
 
     page: SealedPage
     page_index: int
-    token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)

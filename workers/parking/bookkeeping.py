@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import redis
@@ -77,10 +78,11 @@ class Bookkeeping:
     def _make_present(self, entry: TranscriptEntry, pages: TurnPages) -> int:
         """Extend the life of every page in one trip and send again what is missing; returns the leading pages present.
 
-        A page that is gone from the store and from this worker's mirror is recomputed when it is needed.
+        A page that is gone from the store and from this worker's mirror is recomputed when it is needed. So is one of
+        other numerics: nobody writes in their name but those who have them.
         """
-        num_pages = len(pages.digests)
-        keys = [pages.key_of(index) for index in range(num_pages)]
+        num_pages = len(pages.sources)
+        keys = [pages.key(index) for index in range(num_pages)]
         lives = ttls_for_pages(self._ttl_s(pages), 0, num_pages)
         present = self._store.touch(keys, lives) if keys else []
         missing = [index for index, found in enumerate(present) if not found]
@@ -92,7 +94,7 @@ class Bookkeeping:
     def _send_again(self, pages: TurnPages, missing: list[int]) -> int:
         held = self._engine.call(lambda: self._hold(pages, missing))
         for index, page in held:
-            event = SealedEvent(page, index, pages.token_ids_of(index))
+            event = SealedEvent(page, index)
             self._parking.park(event, pages, self._ttl_s(pages))
         return len(held)
 
@@ -100,7 +102,9 @@ class Bookkeeping:
         cache = self._engine.cache
         held = []
         for index in missing:
-            page = cache.lookup(pages.digests[index])
+            if pages.sources[index] not in (pages.own, pages.written):
+                continue
+            page = cache.lookup(pages.digest(index))
             if page is not None:
                 cache.hold(page, HoldKind.UPLOAD)
                 held.append((index, page))
@@ -108,6 +112,9 @@ class Bookkeeping:
 
     def _write_index(self, entry: TranscriptEntry, pages: TurnPages, branch: str, num_pages: int) -> None:
         layout = self._engine.cache.layout
+        numerics_cells = {pages.written: 0}
+        for numerics, num_parked in Counter(pages.sources[:num_pages]).items():
+            numerics_cells[numerics] = num_parked * layout.page_size
         index_entry = SnapshotIndexEntry(
             tenant=entry.tenant,
             branch=branch,
@@ -119,11 +126,12 @@ class Bookkeeping:
             num_bytes=num_pages * layout.page_bytes,
             page_size=layout.page_size,
             format_digest=self._identity.format_digest,
-            numerics_digest=self._identity.numerics_digest,
+            numerics_digest=pages.written,
             worker_id=entry.worker_id,
             writer_boot_id=self._identity.boot_id,
             epoch=pages.epoch,
             committed_at=entry.committed_at,
             parked_at=time.time(),
+            numerics_cells=numerics_cells,
         )
         self._index.write(index_entry, self._ttl_s(pages))

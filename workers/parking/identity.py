@@ -26,26 +26,26 @@ class WriterIdentity:
         segments = tuple(layout.plane(layer, is_v).num_bytes for layer in range(layout.num_layers) for is_v in (0, 1))
         return cls(fingerprint.format_digest, fingerprint.numerics_digest, boot_id, segments)
 
-    def page(self, pages: TurnPages, page_index: int, token_ids: tuple[int, ...]) -> PageIdentity:
-        """Identity of a page that this worker computed."""
+    def page(self, pages: TurnPages, page_index: int) -> PageIdentity:
+        """Identity of a page that this worker computed: of its own numerics, or mixed."""
         return PageIdentity(
-            parent=pages.parent_of(page_index),
-            digest=pages.digests[page_index],
+            parent=pages.parent(page_index),
+            digest=pages.digest(page_index),
             page_index=page_index,
-            token_ids=token_ids,
+            token_ids=pages.page_ids[page_index],
             format_digest=self.format_digest,
-            numerics_digest=self.numerics_digest,
+            numerics_digest=pages.sources[page_index],
             writer_boot_id=self.boot_id,
             epoch=pages.epoch,
             stateless=pages.stateless,
         )
 
-    def expected(self, pages: TurnPages, page_index: int, token_ids: tuple[int, ...]) -> ExpectedPage:
-        """What a record must be to serve as that page here."""
+    def expected(self, pages: TurnPages, page_index: int, numerics: bytes) -> ExpectedPage:
+        """What a record must be to serve as that page here, under numerics that this worker reads."""
         return ExpectedPage(
-            pages.parent_of(page_index),
-            pages.digests[page_index],
-            token_ids,
+            pages.parent(page_index, numerics),
+            pages.digest(page_index, numerics),
+            pages.page_ids[page_index],
             self.format_digest,
-            self.numerics_digest,
+            numerics,
         )

@@ -57,7 +57,7 @@ class Parking:
             self.outcomes["skipped"] += 1
             self._cache.release(event.page, HoldKind.UPLOAD)
             return
-        identity = self._identity.page(pages, event.page_index, event.token_ids)
+        identity = self._identity.page(pages, event.page_index)
         ttl_s = ttl_for_depth(base_ttl_s, event.page_index)
         with self._settled:
             ticket = next(self._tickets)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gpu.cache import FillPage, SealedPage
+from gpu.cache import FillPage, KVCache, SealedPage
 from gpu.errors import UnfilledPage
 from snapshot_store.deadline import Deadline
 from snapshot_store.errors import StoreError
@@ -18,66 +17,52 @@ from snapshot_store.ttl import ttls_for_pages
 from workers.engine.engine import Engine
 from workers.engine.running import Phase, RunningTurn
 from workers.parking.identity import WriterIdentity
+from workers.parking.rates import Rates
+from workers.parking.resolution import Resolution
 from workers.parking.turn_pages import TurnPages
 
 _log = logging.getLogger(__name__)
 _INFLIGHT_WAIT_S = 30.0
-_RATE_LIFE_S = 60.0
 _SHORTEST_LIMIT_S = 0.25
 _LOOKUP_S = 2.0
 
 
 @dataclass(slots=True)
-class Resolution:
-    """What a turn reuses. reasons: why pages that earlier turns had sealed are recomputed, with their number.
+class _Search:
+    """One turn's search. end: pages that may be reused, so that one token is left to compute.
 
-    restore_s: time spent on the store, also when nothing came of it.
+    deadline, begun: since the store was first needed. claimed: digest under which this thread alone asks the store.
+    present: by numerics, which pages the store has; asked once.
     """
 
-    mirror_pages: int = 0
-    store_pages: int = 0
-    store_bytes: int = 0
-    restore_s: float = 0.0
-    reasons: Counter[str] = field(default_factory=Counter)
+    running: RunningTurn
+    pages: TurnPages
+    end: int
+    result: Resolution = field(default_factory=Resolution)
+    deadline: Deadline | None = None
+    begun: float = 0.0
+    claimed: bytes | None = None
+    present: dict[bytes, list[bool]] | None = None
 
     @property
-    def num_pages(self) -> int:
-        """Pages that need no computation."""
-        return self.mirror_pages + self.store_pages
+    def first(self) -> int:
+        """The page that comes next."""
+        return self.result.num_pages
 
+    @property
+    def is_open(self) -> bool:
+        """Whether pages are left to look for."""
+        return self.first < self.end
 
-@dataclass(slots=True)
-class Rates:
-    """Measured speeds, moving averages; 0 = not measured yet.
-
-    warm_up_tokens_per_s: what a few rows reached at the start, a lower bound of the prefill rate. The store's rate is
-    forgotten after a minute without a restore: a slow one must not end all later ones.
-    """
-
-    store_bytes_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    warm_up_tokens_per_s: float = 0.0
-    _store_measured_at: float = 0.0
-
-    def observe_store(self, num_bytes: int, seconds: float) -> None:
-        """Account a restore."""
-        self.forget_old(time.monotonic())
-        self.store_bytes_per_s = _average(self.store_bytes_per_s, num_bytes / max(seconds, 1e-6))
-        self._store_measured_at = time.monotonic()
-
-    def forget_old(self, now: float) -> None:
-        """Drop what is too old to decide by. now: on the monotonic clock."""
-        if now - self._store_measured_at > _RATE_LIFE_S:
-            self.store_bytes_per_s = 0.0
-
-    def compute_s(self, num_tokens: int) -> float | None:
-        """Seconds that computing a prompt takes, rather too many than too few; None while that is unknown."""
-        rate = self.prefill_tokens_per_s or self.warm_up_tokens_per_s
-        return num_tokens / rate if rate else None
-
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Account the computation of a prompt."""
-        self.prefill_tokens_per_s = _average(self.prefill_tokens_per_s, num_tokens / max(seconds, 1e-6))
+    def attach(self, numerics: bytes, sealed: Sequence[SealedPage], cache: KVCache) -> int:
+        """Give pages of these numerics to the turn's sequence if it still waits for them. On the engine thread."""
+        if not sealed or self.running.phase is not Phase.RESOLVING or self.running.sequence is None:
+            return 0
+        cache.attach(self.running.sequence, sealed)
+        self.pages.reuse(numerics, len(sealed))
+        if numerics != self.pages.own:
+            self.result.foreign[numerics] += len(sealed)
+        return len(sealed)
 
 
 class Restorer:
@@ -107,166 +92,173 @@ class Restorer:
         self._lock = threading.Lock()
 
     def resolve(
-        self, running: RunningTurn, pages: TurnPages, token_ids: Sequence[int], num_expected: int
+        self, running: RunningTurn, pages: TurnPages, num_tokens: int, num_sealed: int, num_readable: int
     ) -> Resolution:
-        """Attach the longest usable prefix of `token_ids` to the turn's sequence; at least one token is left over.
+        """Attach the longest usable prefix of the turn's `num_tokens` tokens to its sequence; one token is left over.
 
-        num_expected: leading pages that earlier runs have sealed; only for those a recompute needs a reason.
+        Pages of our own numerics go first, from mirror and store; where they end, those of accepted numerics follow.
+        num_sealed: leading pages that earlier runs have sealed; only for those a recompute needs a reason.
+        num_readable: those that were sealed under numerics that may be reused here.
         """
-        result = Resolution()
-        num_usable = min(len(pages.digests), (len(token_ids) - 1) // pages.chain.page_size)
-        result.mirror_pages = self._attach_local(running, pages, 0, num_usable)
-        deadline = self._deadline(num_usable - result.num_pages, pages)
-        begun = time.monotonic()
-        while result.num_pages < num_usable and self._mode != "never":
-            wait_for = self._claim_fetch(pages, result.num_pages)
-            if wait_for is not None:
-                is_over = wait_for.wait(_time_left(deadline, _INFLIGHT_WAIT_S))
-                attached = self._attach_local(running, pages, result.num_pages, num_usable)
-                result.mirror_pages += attached
-                if attached:
-                    continue
-                if not is_over:
-                    result.reasons["late"] += num_usable - result.num_pages
-                break
-            try:
-                self._fetch(running, pages, token_ids, num_usable, result, deadline)
-            finally:
-                self._release_fetch(pages, result)
-            break
-        result.restore_s = time.monotonic() - begun
-        missing = min(num_expected, num_usable) - result.num_pages
-        if missing > 0 and not result.reasons:
-            result.reasons["never" if self._mode == "never" else "missing"] += missing
+        search = _Search(running, pages, min(len(pages.page_ids), (num_tokens - 1) // pages.chain.page_size))
+        try:
+            self._attach_local(search, (pages.own,))
+            while search.is_open and (self._fetch(search, pages.own) or self._extend_foreign(search)):
+                pass
+        finally:
+            self._release_fetch(search)
+        result = search.result
+        result.restore_s = time.monotonic() - search.begun if search.begun else 0.0
+        reason = "never" if self._mode == "never" else "missing"
+        result.explain_missing(min(num_sealed, search.end), num_readable, reason)
         return result
 
-    def _deadline(self, num_pages: int, pages: TurnPages) -> Deadline | None:
-        """When to compute the pages instead: after as long as that takes; None for a restore that is always done."""
-        compute_s = self.rates.compute_s(num_pages * pages.chain.page_size)
-        if self._mode == "always" or compute_s is None:
-            return None
-        return Deadline(max(_SHORTEST_LIMIT_S, compute_s))
+    def _extend_foreign(self, search: _Search) -> bool:
+        """Go on with pages of accepted numerics, and of our own behind those; whether there were any."""
+        numerics = search.pages.numerics
+        if len(numerics) == 1:
+            return False
+        return self._attach_local(search, numerics) or any(self._fetch(search, other) for other in numerics)
 
-    def _attach_local(self, running: RunningTurn, pages: TurnPages, first: int, end: int) -> int:
-        """Attach pages that lie in this worker's mirror; returns how many."""
-        if first >= end:
-            return 0
+    def _attach_local(self, search: _Search, numerics: Sequence[bytes]) -> bool:
+        """Attach what lies in this worker's mirror under the first of these numerics that has the next page."""
+        indices = range(search.first, search.end)
+        if not indices:
+            return False
+        chains = {other: [search.pages.digest(index, other) for index in indices] for other in numerics}
 
         def attach() -> int:
             cache = self._engine.cache
-            found: list[SealedPage] = []
-            for digest in pages.digests[first:end]:
-                page = cache.lookup(digest)
-                if page is None:
-                    break
-                found.append(page)
-            if found and running.phase is Phase.RESOLVING and running.sequence is not None:
-                cache.attach(running.sequence, found)
-                return len(found)
+            for other, digests in chains.items():
+                found: list[SealedPage] = []
+                for digest in digests:
+                    page = cache.lookup(digest)
+                    if page is None:
+                        break
+                    found.append(page)
+                if found:
+                    return search.attach(other, found, cache)
             return 0
 
-        return self._engine.call(attach)
+        attached = self._engine.call(attach)
+        search.result.mirror_pages += attached
+        return attached > 0
 
-    def _claim_fetch(self, pages: TurnPages, page_index: int) -> threading.Event | None:
-        """One fetch in flight per digest: None if this thread may fetch, else the event of the one that does."""
-        digest = bytes(pages.digests[page_index])
+    def _fetch(self, search: _Search, numerics: bytes) -> bool:
+        """Attach what the store has of the next pages under these numerics; whether that was any.
+
+        After a fault, or where reading does not pay, nothing more is read for this turn.
+        """
+        if self._mode == "never" or search.result.reasons:
+            return False
+        if search.claimed is None and not self._claim_fetch(search):
+            return self._attach_local(search, search.pages.numerics)
+        num_present = self._num_present(search, numerics)
+        if num_present == 0 or not self._pays(num_present, search):
+            return False
+        fills = self._begin_fill(search, num_present)
+        begun = time.monotonic()
+        good, received_s = 0, 0.0
+        try:
+            good = self._receive(search, numerics, fills)
+            received_s = time.monotonic() - begun
+        finally:
+            attached = self._engine.call(lambda: self._publish(search, numerics, fills[:good], fills[good:]))
+        num_bytes = attached * self._engine.cache.layout.page_bytes
+        search.result.store_pages += attached
+        search.result.store_bytes += num_bytes
+        if attached:
+            self.rates.observe_store(num_bytes, received_s)
+        return attached > 0
+
+    def _claim_fetch(self, search: _Search) -> bool:
+        """One fetch in flight per digest: whether this thread may fetch; if not, the other has ended or is late.
+
+        The first time the clock starts: computing the pages instead is what the store has to beat.
+        """
+        if not search.begun:
+            search.begun = time.monotonic()
+            search.deadline = self._deadline(search)
+        digest = bytes(search.pages.digest(search.first, search.pages.own))
         with self._lock:
             other = self._inflight.get(digest)
             if other is None:
                 self._inflight[digest] = threading.Event()
-            return other
+                search.claimed = digest
+                return True
+        if not other.wait(_time_left(search.deadline, _INFLIGHT_WAIT_S)):
+            search.result.reasons["late"] += search.end - search.first
+        return False
 
-    def _release_fetch(self, pages: TurnPages, result: Resolution) -> None:
-        with self._lock:
-            digest = bytes(pages.digests[result.mirror_pages])
-            event = self._inflight.pop(digest, None)
-        if event is not None:
-            event.set()
+    def _release_fetch(self, search: _Search) -> None:
+        if search.claimed is not None:
+            with self._lock:
+                self._inflight.pop(search.claimed).set()
 
-    def _fetch(
-        self,
-        running: RunningTurn,
-        pages: TurnPages,
-        token_ids: Sequence[int],
-        end: int,
-        result: Resolution,
-        deadline: Deadline | None,
-    ) -> None:
-        first = result.num_pages
-        num_present = self._count_present(pages, first, end, result, deadline)
-        if num_present == 0 or not self._pays(num_present, pages, result):
-            return
-        fills = self._begin_fill(running, num_present, result)
-        begun = time.monotonic()
-        good, received_s = 0, 0.0
-        try:
-            good = self._receive(pages, token_ids, first, fills, result, deadline)
-            received_s = time.monotonic() - begun
-        finally:
-            attached = self._engine.call(
-                lambda: self._publish(running, pages, first, fills[:good], fills[good:], result)
-            )
-        result.store_pages = attached
-        result.store_bytes = attached * self._engine.cache.layout.page_bytes
-        if attached:
-            self.rates.observe_store(result.store_bytes, received_s)
+    def _deadline(self, search: _Search) -> Deadline | None:
+        """When to compute the pages instead: after as long as that takes; None for a restore that is always done."""
+        compute_s = self.rates.compute_s((search.end - search.first) * search.pages.chain.page_size)
+        if self._mode == "always" or compute_s is None:
+            return None
+        return Deadline(max(_SHORTEST_LIMIT_S, compute_s))
 
-    def _count_present(
-        self, pages: TurnPages, first: int, end: int, result: Resolution, deadline: Deadline | None
-    ) -> int:
-        keys = [pages.key_of(index) for index in range(first, end)]
-        # A look-up is small: a server that does not answer it soon hangs.
-        limit = None if deadline is None else deadline.within(_LOOKUP_S)
-        try:
-            present = self._store.touch(keys, ttls_for_pages(self._ttl_s(pages), first, len(keys)), limit)
-        except StoreError as error:
-            _log.warning("look-up in the page store failed: %s", error)
-            result.reasons[_why_unreachable(limit)] += end - first
-            return 0
+    def _num_present(self, search: _Search, numerics: bytes) -> int:
+        """How many pages the store has from the next one on, without a gap."""
+        if search.present is None:
+            search.present = self._look_up(search)
+        present = search.present.get(numerics, [])[search.first :]
         return next((i for i, found in enumerate(present) if not found), len(present))
 
-    def _pays(self, num_pages: int, pages: TurnPages, result: Resolution) -> bool:
+    def _look_up(self, search: _Search) -> dict[bytes, list[bool]]:
+        """Ask for every page that is left, under all numerics that may be reused, in one trip; extends their lives."""
+        pages, first, num_pages = search.pages, search.first, search.end - search.first
+        keys = [pages.key(index, other) for other in pages.numerics for index in range(first, search.end)]
+        lives = ttls_for_pages(self._ttl_s(pages), first, num_pages) * len(pages.numerics)
+        # A look-up is small: a server that does not answer it soon hangs.
+        limit = None if search.deadline is None else search.deadline.within(_LOOKUP_S)
+        try:
+            present = self._store.touch(keys, lives, limit)
+        except StoreError as error:
+            _log.warning("look-up in the page store failed: %s", error)
+            search.result.reasons[_why_unreachable(limit)] += num_pages
+            return {}
+        return {
+            other: [False] * first + list(present[i * num_pages : (i + 1) * num_pages])
+            for i, other in enumerate(pages.numerics)
+        }
+
+    def _pays(self, num_pages: int, search: _Search) -> bool:
         """Whether reading beats recomputing at the measured rates; yes while one of them is unknown."""
         rates = self.rates
         rates.forget_old(time.monotonic())
         if self._mode == "always" or not rates.store_bytes_per_s or not rates.prefill_tokens_per_s:
             return True
         read_s = num_pages * self._engine.cache.layout.page_bytes / rates.store_bytes_per_s
-        compute_s = num_pages * pages.chain.page_size / rates.prefill_tokens_per_s
+        compute_s = num_pages * search.pages.chain.page_size / rates.prefill_tokens_per_s
         if read_s > compute_s:
-            result.reasons["slower"] += num_pages
+            search.result.reasons["slower"] += num_pages
         return read_s <= compute_s
 
-    def _begin_fill(self, running: RunningTurn, num_pages: int, result: Resolution) -> list[FillPage]:
-        fills = self._engine.call(lambda: self._engine.promises.begin_fill(running, num_pages))
+    def _begin_fill(self, search: _Search, num_pages: int) -> list[FillPage]:
+        fills = self._engine.call(lambda: self._engine.promises.begin_fill(search.running, num_pages))
         if len(fills) < num_pages:
-            result.reasons["no_free_page"] += num_pages - len(fills)
+            search.result.reasons["no_free_page"] += num_pages - len(fills)
         return fills
 
-    def _receive(
-        self,
-        pages: TurnPages,
-        token_ids: Sequence[int],
-        first: int,
-        fills: list[FillPage],
-        result: Resolution,
-        deadline: Deadline | None,
-    ) -> int:
+    def _receive(self, search: _Search, numerics: bytes, fills: list[FillPage]) -> int:
         """Receive into mirror pages until the first fault or the deadline; returns the number of good pages."""
-        size = pages.chain.page_size
+        pages, result = search.pages, search.result
         requests = []
-        for offset, fill in enumerate(fills):
-            index = first + offset
-            ids = tuple(token_ids[index * size : (index + 1) * size])
-            expected = self._identity.expected(pages, index, ids)
-            requests.append(FetchRequest(pages.key_of(index), expected, self._identity.segments, fill.buffer))
+        for index, fill in enumerate(fills, search.first):
+            expected = self._identity.expected(pages, index, numerics)
+            requests.append(FetchRequest(pages.key(index, numerics), expected, self._identity.segments, fill.buffer))
         good = 0
-        outcomes = self._store.fetch(requests, self._is_quarantined, deadline)
+        outcomes = self._store.fetch(requests, self._is_quarantined, search.deadline)
         try:
             for outcome in outcomes:
                 if isinstance(outcome, PageUnreachable):
                     _log.warning("page %s was not fetched: %s", outcome.key, outcome.reason)
-                    result.reasons[_why_unreachable(deadline)] += len(fills) - good
+                    result.reasons[_why_unreachable(search.deadline)] += len(fills) - good
                     break
                 if not isinstance(outcome, PagePresent):
                     self._explain(outcome, result)
@@ -295,31 +287,20 @@ class Restorer:
         except StoreError as error:
             _log.warning("could not delete %s: %s", key, error)
 
-    def _publish(
-        self,
-        running: RunningTurn,
-        pages: TurnPages,
-        first: int,
-        good: list[FillPage],
-        rest: list[FillPage],
-        result: Resolution,
-    ) -> int:
+    def _publish(self, search: _Search, numerics: bytes, good: list[FillPage], rest: list[FillPage]) -> int:
         """Mint the good pages and attach them; give the rest back. On the engine thread."""
-        cache = self._engine.cache
-        self._engine.promises.end_fill(running)
+        cache, pages, first = self._engine.cache, search.pages, search.first
+        self._engine.promises.end_fill(search.running)
         sealed: list[SealedPage] = []
         try:
             for index, fill in enumerate(good, first):
-                sealed.append(cache.fill(fill, pages.digests[index]))
+                sealed.append(cache.fill(fill, pages.digest(index, numerics), own_numerics=numerics == pages.own))
         except UnfilledPage as error:
-            result.reasons["damaged:UnfilledPage"] += 1
+            search.result.reasons["damaged:UnfilledPage"] += 1
             _log.warning("page %d of the chain: %s", first + len(sealed), error)
         for fill in (*good[len(sealed) :], *rest):
             cache.abandon_fill(fill)
-        if not sealed or running.phase is not Phase.RESOLVING or running.sequence is None:
-            return 0
-        cache.attach(running.sequence, sealed)
-        return len(sealed)
+        return search.attach(numerics, sealed, cache)
 
 
 def _time_left(deadline: Deadline | None, at_most_s: float) -> float:
@@ -330,7 +311,3 @@ def _time_left(deadline: Deadline | None, at_most_s: float) -> float:
 
 def _why_unreachable(deadline: Deadline | None) -> str:
     return "late" if deadline is not None and deadline.has_passed else "unreachable"
-
-
-def _average(previous: float, sample: float) -> float:
-    return sample if previous == 0.0 else 0.7 * previous + 0.3 * sample

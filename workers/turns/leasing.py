@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from snapshot_store.transcript import CacheScope
 from workers.turns.codec import unpack_ids, unpack_messages, unpack_request
-from workers.turns.events import EventKind, TurnState
+from workers.turns.events import EventKind, TurnEvent, TurnState
 from workers.turns.outcomes import Dispatch, EndReply, RenewReply
 from workers.turns.records import ClaimedTurn, Lease
 from workers.turns.replies import (
@@ -29,7 +30,7 @@ class Claimant:
     """The worker that asks for a turn.
 
     models: names it serves. hot_branches: branches whose cells it holds, preferred within `affinity_wait_s`.
-    lease_s: life of a lease that is not renewed.
+    lease_s: life of a lease that is not renewed. numerics: id of the numerics that it computes in.
     """
 
     worker_id: str
@@ -38,6 +39,7 @@ class Claimant:
     hot_branches: tuple[str, ...] = ()
     lease_s: float = 15.0
     affinity_wait_s: float = 0.5
+    numerics: str = ""
 
 
 def claim(turn_id: str, claimant: Claimant, *, nonce: str | None = None) -> ScriptCall[ClaimedTurn | None]:
@@ -53,7 +55,8 @@ def claim(turn_id: str, claimant: Claimant, *, nonce: str | None = None) -> Scri
         keys=(),
         args=(
             turn_id, nonce, claimant.worker_id, claimant.boot_id, int(claimant.lease_s * 1000),
-            int(claimant.affinity_wait_s * 1000), len(claimant.models), *claimant.models, *claimant.hot_branches,
+            int(claimant.affinity_wait_s * 1000), claimant.numerics, len(claimant.models),
+            *claimant.models, *claimant.hot_branches,
         ),
         parse=_parse_claim,
     )  # fmt: skip
@@ -111,6 +114,9 @@ def _parse_claim(reply: Any) -> ClaimedTurn | None:
     events = stream_events(entries)
     request = unpack_request(record["request"])
     pending = unpack_messages(record["pending"])
+    runs = [
+        (int(first), numerics) for first, _, numerics in (run.partition(":") for run in text(record["runs"]).split())
+    ]
     request = replace(request, messages=(*pending, *request.messages), scope=CacheScope(text(record["scope"])))
     return ClaimedTurn(
         lease=Lease(
@@ -130,4 +136,17 @@ def _parse_claim(reply: Any) -> ClaimedTurn | None:
         next_number=int(record["next"]),
         emitted_ids=emitted_ids(events),
         started=any(event.kind is EventKind.STARTED for event in events),
+        earlier_numerics=tuple(dict.fromkeys(numerics for _, numerics in runs[:-1] if numerics)),
+        emitted_numerics=_emitted_numerics(runs, events),
     )
+
+
+def _emitted_numerics(runs: Sequence[tuple[int, str]], events: Sequence[TurnEvent]) -> tuple[str, ...]:
+    """Numerics whose runs have put tokens into the stream. runs: first event number and numerics, in order."""
+    ends = [first for first, _ in runs[1:]] + [math.inf]
+    emitted = [
+        numerics
+        for (first, numerics), end in zip(runs, ends, strict=True)
+        if numerics and any(event.token_ids and first <= event.number < end for event in events)
+    ]
+    return tuple(dict.fromkeys(emitted))

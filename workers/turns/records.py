@@ -65,6 +65,7 @@ class ClaimedTurn:
     parent), None for a first turn. crashes: runs that ended in a crash so far; solo: run it alone (design, section 3).
     prompt_ids: frozen ids of an earlier run, None on the first. next_number: the next event number of the stream.
     emitted_ids: ids in the stream's deltas so far. started: whether the started event is in the stream.
+    earlier_numerics: ids of the numerics of earlier runs. emitted_numerics: of those whose tokens are in the stream.
     """
 
     lease: Lease
@@ -78,6 +79,8 @@ class ClaimedTurn:
     next_number: int
     emitted_ids: tuple[int, ...]
     started: bool
+    earlier_numerics: tuple[str, ...] = ()
+    emitted_numerics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

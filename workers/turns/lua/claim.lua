@@ -2,16 +2,17 @@
 -- Keys: turn, stream, conversation, queued/forced, tenants, leased, worker_leases, due, claim, worker
 -- Returns nil, or {record fields, stream entries}
 local wanted, nonce, worker, boot = unpack(ARGV, 1, 4)
-local lease_ms, affinity_wait_ms, num_models = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local lease_ms, affinity_wait_ms, numerics = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+local num_models = tonumber(ARGV[8])
 local serves, hot_branches = {}, {}
-for i = 8, 7 + num_models do serves[ARGV[i]] = true end
-for i = 8 + num_models, #ARGV do hot_branches[ARGV[i]] = true end
+for i = 9, 8 + num_models do serves[ARGV[i]] = true end
+for i = 9 + num_models, #ARGV do hot_branches[ARGV[i]] = true end
 local MAX_TENANTS, HEADS, STARVED_MS = 256, 4, 60000
 local now = now_ms()
 
 local function answer(turn)
   local names = {'request', 'branch', 'epoch', 'nonce', 'lease_worker', 'parent', 'root', 'template_time', 'scope',
-    'crashes', 'lease_solo', 'prompt_ids', 'pending', 'next'}
+    'crashes', 'lease_solo', 'prompt_ids', 'pending', 'next', 'runs'}
   local values, flat = call('HMGET', K.turn .. turn.id, unpack(names)), {}
   for i, name in ipairs(names) do
     flat[#flat + 1] = name
@@ -99,10 +100,14 @@ if not best then return nil end
 
 local turn = best.turn
 dequeue(turn)
+local runs = turn.runs
+if runs:match(':(%w*)$') ~= numerics then
+  runs = (runs ~= '' and runs .. ' ' or '') .. int(tonumber(turn.next) or 0) .. ':' .. numerics
+end
 local started_ms = turn.started_ms ~= '' and turn.started_ms or int(now)
 set(turn, 'epoch', int(tonumber(turn.epoch) + 1), 'nonce', nonce, 'lease_worker', worker, 'lease_boot', boot,
   'lease_until', int(now + lease_ms), 'lease_ms', int(lease_ms), 'claimed_ms', int(now), 'state', 'in_progress',
-  'started_ms', started_ms, 'lease_solo', tonumber(turn.crashes) >= SOLO_AFTER_CRASHES and '1' or '')
+  'started_ms', started_ms, 'runs', runs, 'lease_solo', tonumber(turn.crashes) >= SOLO_AFTER_CRASHES and '1' or '')
 call('ZADD', K.leased, int(now + lease_ms), turn.id)
 call('SADD', K.worker_leases .. worker, turn.id)
 call('SET', K.claim .. nonce, turn.id, 'PX', int(math.max(60000, 2 * lease_ms)))

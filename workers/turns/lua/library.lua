@@ -9,6 +9,7 @@
 --   sent_ms (last message)  alone_ms (since when the worker that it names is not there)
 --   epoch nonce lease_worker lease_boot lease_until lease_ms lease_solo claimed_ms  crashes solo_crashes
 --   parent root template_time  frozen prompt_ids  pending (msgpack arrays of messages, one after another)
+--   runs ('first event number:numerics id' of each claim by other numerics than the one before, blanks between)
 --   next (number of the next event)  terminal (packed last entry)  sends (messages that the end or release asked for)
 --   end_epoch end_nonce  release_epoch release_nonce
 local call = redis.call
@@ -24,7 +25,7 @@ local META = {
   'conversation', 'by_id', 'idempotency', 'stream_ttl_s', 'retention_s', 'state', 'started_ms', 'cancel', 'hidden',
   'children', 'runnable', 'hot', 'delay_ms', 'sent_ms', 'alone_ms', 'epoch', 'nonce', 'lease_worker', 'lease_boot', 'lease_until', 'lease_ms',
   'lease_solo', 'claimed_ms', 'crashes', 'solo_crashes', 'parent', 'root', 'template_time', 'frozen', 'pending', 'next',
-  'sends', 'end_epoch', 'end_nonce', 'release_epoch', 'release_nonce',
+  'runs', 'sends', 'end_epoch', 'end_nonce', 'release_epoch', 'release_nonce',
 }
 
 -- Lua prints large numbers with an exponent; keys and fields need all digits.
