@@ -11,12 +11,11 @@ from cuda.bindings import driver
 from cuda.core import Device, Event, EventOptions, Stream, StreamOptions
 from numpy.typing import NDArray
 
+from gpu.cuda.architectures import MIN_CAPABILITY, arch_of
 from gpu.cuda.kernel import KernelLibrary, check
 from gpu.errors import CapacityError, DeviceFailure, DeviceUnavailable
 
-MIN_CAPABILITY: Final = (7, 0)
 _OVERLAP_CAPABILITY: Final = (9, 0)
-_FAMILY_ARCHS: Final = {(9, 0): "sm_90a"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class CudaDevice:
         self.capability = (major, minor)
         if self.capability < MIN_CAPABILITY:
             raise DeviceUnavailable(f"{device.name} has compute capability {major}.{minor}, at least 7.0 is needed")
-        self.arch = _FAMILY_ARCHS.get(self.capability, f"sm_{major}{minor}")
+        self.arch = arch_of(major, minor)
         self.name = device.name
         self.uuid = device.uuid
         self.num_processors = int(device.properties.multiprocessor_count)

@@ -1,4 +1,4 @@
-"""The one table of CUDA kernels: name, source file, template parameters, argument types.
+"""What describes a CUDA kernel: name, source file, template parameters, argument types. `sources.py` lists all.
 
 A *variant* is a source file with values for its parameters (macros); it compiles to one cubin, which holds all kernels
 of that file. Kernels are `extern "C"` and have the same name in every variant.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 import numpy as np
+
+from gpu.cuda.architectures import WARPGROUP_ARCH
 
 
 class Arg(Enum):
@@ -35,15 +38,19 @@ class KernelEntry:
 class KernelSource:
     """A source file of `gpu/kernels` and its kernels.
 
-    parameters: macros that a variant must define. features: the least level it needs: "" for all architectures, "bulk"
-    for sm_90 and later, "wgmma" for sm_90a. samples: parameter values that the compile test uses.
+    parameters: macros that a variant must define. features: the level it needs: "" for all architectures, "wgmma" for
+    sm_90a. samples: parameter values that the compile test uses.
     """
 
     file: str
     kernels: tuple[KernelEntry, ...]
     parameters: tuple[str, ...] = ()
-    features: str = ""
+    features: Literal["", "wgmma"] = ""
     samples: tuple[dict[str, int], ...] = field(default=({},))
+
+    def serves(self, arch: str) -> bool:
+        """Whether there are kernels of this source for an architecture such as "sm_90a"."""
+        return not self.features or arch == WARPGROUP_ARCH
 
     def kernel(self, name: str) -> KernelEntry:
         """The entry with this name."""

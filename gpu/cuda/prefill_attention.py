@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.architectures import shared_bytes
+from gpu.cuda.architectures import WARPGROUP_ARCH, shared_bytes
 from gpu.cuda.attention import BLOCK_CELLS, AttentionTables
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
@@ -15,7 +15,6 @@ from gpu.layout import KVLayout
 
 PAGE_SIZES: Final = (16, 32, 64, 128)
 
-_WARPGROUP_ARCH: Final = "sm_90a"
 _WALKERS: Final = 2
 _WARPGROUP_ROWS: Final = 64
 _WARPGROUP_THREADS: Final = 384
@@ -99,7 +98,7 @@ class PrefillAttention:
             raise LayoutError("num_heads", num_heads, f"must be 1 to 8 times {layout.num_kv_heads} KV heads on CUDA")
         self.layout = layout
         self.num_heads = num_heads
-        self.by_warpgroups = library.arch == _WARPGROUP_ARCH and not without
+        self.by_warpgroups = library.arch == WARPGROUP_ARCH and not without
         self._library = library
         self._num_processors = num_processors
         self._levels = dict.fromkeys(without, 1)
