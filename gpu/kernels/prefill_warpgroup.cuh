@@ -19,14 +19,12 @@
 
 #define QUANTIZED (K_PLANE != PLANE_F16 || V_PLANE != PLANE_F16)
 #define WALKERS 2
-#define WALKER_THREADS (WALKERS * 128)
 #define PART_TOKENS (64 / GROUP_HEADS)
 #define TILE_BYTES (HEAD_DIM / 64 * TILE_HALF_BYTES)
 #define REGISTER_QUERY_STEPS (KEY_STEPS - SHARED_QUERY_STEPS)
 
 // Dynamic shared memory, from a multiple of 1024 bytes on:
-//     stages of [K tile | V tile] | queries of each walker | codes | values of the groups before |
-//     maxima and sums of the group, of the groups before | barriers
+//     stages of [K tile | V tile] | queries of each walker | codes | folds | barriers
 struct CodeLayout {
     template <int FORMAT>
     DEVICE static constexpr int bytes() {
@@ -40,21 +38,21 @@ struct CodeLayout {
     static constexpr int BYTES = bytes<K_PLANE>() + bytes<V_PLANE>();
 };
 struct SharedLayout {
+    static constexpr int FOLD_THREADS = WALKERS * 128;
     static constexpr int QUERIES = STAGES * 2 * TILE_BYTES;
     static constexpr int WALKER_QUERY_BYTES = SHARED_QUERY_STEPS * 64 * 32;
     static constexpr int CODES = QUERIES + WALKERS * WALKER_QUERY_BYTES;
     static constexpr int FOLD = CODES + CODE_STAGES * CodeLayout::BYTES;
-    static constexpr int GROUP_ROWS = FOLD + LANE_VALUES * 4 * WALKER_THREADS;
-    static constexpr int OUTER_ROWS = GROUP_ROWS + WALKERS * 64 * 8;
-    static constexpr int FULL = OUTER_ROWS + WALKERS * 64 * 8;
+    static constexpr int FULL = FOLD + Folds<SharedLayout>::bytes(FOLD_THREADS);
     static constexpr int EMPTY = FULL + 8 * STAGES;
     static constexpr int CODES_FULL = EMPTY + 8 * STAGES;
     static constexpr int BYTES = CODES_FULL + 8 * CODE_STAGES;
+    DEVICE static u32 base() {
+        extern __shared__ u8 dynamic_shared[];
+        return (shared_address(dynamic_shared) + 1023) & ~1023u;
+    }
+    DEVICE static u32 fold_thread() { return not_kept(threadIdx.x) - 128; }
 };
-DEVICE u32 shared_base() {
-    extern __shared__ u8 dynamic_shared[];
-    return (shared_address(dynamic_shared) + 1023) & ~1023u;
-}
 static_assert(SharedLayout::BYTES + 1024 <= SHARED_BYTES, "shared memory");
 static_assert(SHARED_QUERY_STEPS % 4 == 0 && SHARED_QUERY_STEPS <= KEY_STEPS, "queries move by halves of head_dim");
 static_assert(STAGES >= 3, "copies are announced one block late");
@@ -129,7 +127,7 @@ struct WorkBlock {
     // The block that comes `block` blocks after the first one of item `index`. False when there is none.
     DEVICE bool find(const PrefillArguments& arguments) {
         for (; has_work(arguments, index); index = next_work(index)) {
-            item = work_item(arguments, index);
+            item = work_item(arguments, not_kept(index));
             const int num_blocks = item.tile.rows > 0 ? blocks_of(item.length()) : 0;
             if (block < num_blocks) return true;
             block -= num_blocks;
@@ -144,7 +142,7 @@ DEVICE void fetch_ahead(const PrefillArguments& arguments, u32 stage, int index,
     next.index = index;
     next.block = block + ahead;
     if (!next.find(arguments)) return;
-    const u32 shared = shared_base();
+    const u32 shared = SharedLayout::base();
     fetch_codes(shared + SharedLayout::CODES + stage * CodeLayout::BYTES, shared + SharedLayout::CODES_FULL + 8 * stage,
                 pages_of(arguments, next.item), (u64)arguments.layer * Offsets::LAYER_BYTES, next.item.kv_head, next.block,
                 next.item.length());
@@ -152,7 +150,7 @@ DEVICE void fetch_ahead(const PrefillArguments& arguments, u32 stage, int index,
 
 DEVICE void announce(u32 count) {
     shared_to_async_fence();
-    barrier_arrive(shared_base() + SharedLayout::FULL + 8 * stage_of<STAGES>(count));
+    barrier_arrive(SharedLayout::base() + SharedLayout::FULL + 8 * stage_of<STAGES>(count));
 }
 
 DEVICE void fill(const PrefillArguments& arguments) {
@@ -164,7 +162,7 @@ DEVICE void fill(const PrefillArguments& arguments) {
     work.block = 0;
     u32 count = 0;
     for (; work.find(arguments); work.block++, count++) {
-        const u32 shared = shared_base(), stage = stage_of<STAGES>(count), keys = shared + stage * 2 * TILE_BYTES, values = keys + TILE_BYTES;
+        const u32 shared = SharedLayout::base(), stage = stage_of<STAGES>(count), keys = shared + stage * 2 * TILE_BYTES, values = keys + TILE_BYTES;
         const int length = work.item.length();
         barrier_wait(shared + SharedLayout::EMPTY + 8 * stage, parity_of<STAGES>(count) ^ 1);
         if constexpr (K_PLANE == PLANE_F16 || V_PLANE == PLANE_F16) {
@@ -182,7 +180,7 @@ DEVICE void fill(const PrefillArguments& arguments) {
             convert_plane<V_PLANE, true>(values, codes + CodeLayout::V_CODES, codes + CodeLayout::V_SCALES,
                                          length - work.block * BLOCK_CELLS);
             async_wait<0>();
-            announce(count);
+            announce(not_kept(count));
             asm volatile("bar.sync 1, 128;" ::: "memory");
             if (fetches) fetch_ahead(arguments, code_stage, work.index, work.block, CODE_STAGES);
         } else {
@@ -203,7 +201,7 @@ DEVICE void fill(const PrefillArguments& arguments) {
 struct Queries {
     u32 fragment[REGISTER_QUERY_STEPS > 0 ? REGISTER_QUERY_STEPS : 1][4];
     DEVICE static u32 shared() {
-        return shared_base() + SharedLayout::QUERIES + ((threadIdx.x >> 7) - 1) * SharedLayout::WALKER_QUERY_BYTES;
+        return SharedLayout::base() + SharedLayout::QUERIES + ((threadIdx.x >> 7) - 1) * SharedLayout::WALKER_QUERY_BYTES;
     }
     // All warps of the warpgroup have come here.
     DEVICE static void meet() {
@@ -262,79 +260,18 @@ DEVICE void multiply_values(float (&acc)[LANE_VALUES], const u32 (&p)[4][4], u32
                                         descriptor_at(b, step * 16 * TILE_ROW_BYTES), step > 0 || accumulate);
 }
 
-// Maxima and sums of the folds in shared memory: of the group and of the groups before it. A lane reads and writes those
-// of its rows, as the other lanes of its quad do.
-struct KeptRows {
-    u32 address;
-    DEVICE explicit KeptRows(int offset) {
-        const u32 thread = threadIdx.x - 128, row = thread / 32 * 16 + thread % 32 / 4;
-        address = shared_base() + offset + row * 8;
-    }
-    DEVICE RowState load() const {
-        RowState rows;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float2 kept = load_shared_float2(address + 64 * i);
-            rows.maximum[i] = kept.x;
-            rows.sum[i] = kept.y;
-        }
-        return rows;
-    }
-    DEVICE void store(const RowState& rows) const {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; i++) store_shared_float2(address + 64 * i, rows.maximum[i], rows.sum[i]);
-        __syncwarp();
-    }
-    DEVICE void clear() const {
-        RowState rows;
-        rows.clear();
-        store(rows);
-    }
-};
-
-// The end of a sub-split: its maxima and sums go to the group's, `step` says how its values will, and the next one begins.
-DEVICE void close_sub_split(RowState& part, FoldStep (&step)[2]) {
-    const KeptRows kept(SharedLayout::GROUP_ROWS);
-    RowState group = kept.load();
-    part.sum[0] = quad_sum(part.sum[0]);
-    part.sum[1] = quad_sum(part.sum[1]);
-    fold_rows(group, part, step);
-    kept.store(group);
-    part.clear();
-}
-
-// Folds a group, whose values are in `total`, into those before it, which shared memory keeps: each lane's values at
-// places of its own. Returns maxima and sums.
-DEVICE RowState fold_group(float (&total)[LANE_VALUES], bool keep) {
-    const KeptRows kept(SharedLayout::OUTER_ROWS);
-    RowState outer = kept.load(), group = KeptRows(SharedLayout::GROUP_ROWS).load();
-    const bool first = outer.maximum[0] == NEGATIVE_INFINITY && outer.maximum[1] == NEGATIVE_INFINITY;
-    FoldStep step[2];
-    fold_rows(outer, group, step);
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES; i += 4) {
-        const u32 place = shared_base() + SharedLayout::FOLD + (threadIdx.x - 128) * 16 + i * 4 * WALKER_THREADS;
-        const float4 before = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : load_shared_float4(place);
-        total[i] = fold_value(before.x, total[i], step[0]);
-        total[i + 1] = fold_value(before.y, total[i + 1], step[0]);
-        total[i + 2] = fold_value(before.z, total[i + 2], step[1]);
-        total[i + 3] = fold_value(before.w, total[i + 3], step[1]);
-        if (keep) store_shared_float4(place, total + i);
-    }
-    if (keep) kept.store(outer);
-    return outer;
-}
-
 // A walker: its place in the ring is the address of a stage's K tile, with the parity of the stage's use in bit 0.
 struct Walker {
+    using Fold = Folds<SharedLayout>;
     static constexpr u32 STAGE_BYTES = 2 * TILE_BYTES;
-    u32 place = shared_base();
+    u32 place = SharedLayout::base();
 
-    DEVICE static int index() { return (threadIdx.x >> 7) - 1; }
-    DEVICE static int warp() { return (threadIdx.x >> 5) & 3; }
+    DEVICE static int index() { return (not_kept(threadIdx.x) >> 7) - 1; }
     // The lane's first row of its warpgroup's 64.
-    DEVICE static int row() { return 16 * warp() + ((threadIdx.x & 31) >> 2); }
+    DEVICE static int row() {
+        const int thread = not_kept(threadIdx.x);
+        return (thread >> 5 & 3) * 16 + (thread & 31) / 4;
+    }
     DEVICE static int first_token() { return index() * PART_TOKENS; }
     // Cells that the walker's tokens attend, 0 if it has none.
     DEVICE static int own_length(const WorkItem& item) {
@@ -350,15 +287,15 @@ struct Walker {
     DEVICE u32 keys() const { return place & ~1u; }
     // K tile of the stage before.
     DEVICE u32 keys_before() const {
-        return (keys() == shared_base() ? shared_base() + STAGES * STAGE_BYTES : keys()) - STAGE_BYTES;
+        return (keys() == SharedLayout::base() ? SharedLayout::base() + STAGES * STAGE_BYTES : keys()) - STAGE_BYTES;
     }
     DEVICE void advance() {
         place += STAGE_BYTES;
-        if (keys() == shared_base() + STAGES * STAGE_BYTES) place = (place - STAGES * STAGE_BYTES) ^ 1;
+        if (keys() == SharedLayout::base() + STAGES * STAGE_BYTES) place = (place - STAGES * STAGE_BYTES) ^ 1;
     }
     // Barrier at `barriers` of the stage with this K tile.
     DEVICE static u32 barrier(int barriers, u32 stage_keys) {
-        const u32 shared = shared_base();
+        const u32 shared = SharedLayout::base();
         return shared + barriers + (stage_keys - shared) / STAGE_BYTES * 8;
     }
     DEVICE void wait_full() const { barrier_wait(barrier(SharedLayout::FULL, keys()), place & 1); }
@@ -373,7 +310,7 @@ struct Walker {
                                float (&factor)[2]) {
         float(&s)[BLOCK_TILES][4] = reinterpret_cast<float(&)[BLOCK_TILES][4]>(scores);
         if (block + 2 >= num_blocks) {
-            const int length[2] = {first_length + row() / GROUP_HEADS, first_length + (row() + 8) / GROUP_HEADS};
+            const int top = row(), length[2] = {first_length + top / GROUP_HEADS, first_length + (top + 8) / GROUP_HEADS};
             mask_tiles<V_PLANE, BLOCK_TILES>(s, 0, block * BLOCK_CELLS, length);
         }
         return exponentiate_block(s, part, factor);
@@ -398,9 +335,7 @@ struct Walker {
         u32 p[4][4];
         RowState part;
         part.clear();
-        KeptRows(SharedLayout::GROUP_ROWS).clear();
-        KeptRows(SharedLayout::OUTER_ROWS).clear();
-        clear(total);
+        Fold::begin(total);
         clear(acc);
 
         wait_full();
@@ -421,11 +356,7 @@ struct Walker {
             if (block > 0) release(keys_before());
             if (ended) {
                 fold_values(total, acc, step);
-                if (block % GROUP_BLOCKS == 0) {
-                    fold_group(total, true);
-                    KeptRows(SharedLayout::GROUP_ROWS).clear();
-                    clear(total);
-                }
+                if (block % GROUP_BLOCKS == 0) Fold::close_group(total);
             } else if (changed) {
 #pragma unroll
                 for (int i = 0; i < LANE_VALUES; i++) acc[i] *= factor[(i >> 1) & 1];
@@ -433,7 +364,7 @@ struct Walker {
             accumulate = block > 0 && !ended;
             pack(scores, p);
             ended = block + 1 == num_blocks || ends_sub_split(block);
-            if (ended) close_sub_split(part, step);
+            if (ended) Fold::close_sub_split(part, step);
             if (block + 1 == num_blocks) break;
             advance();
             wait_full();
@@ -455,11 +386,8 @@ struct Walker {
         release(keys());
         advance();
         fold_values(total, acc, step);
-        const RowState rows_end = fold_group(total, false);
-        const float inverse[2] = {__frcp_rn(rows_end.sum[0]), __frcp_rn(rows_end.sum[1])};
-#pragma unroll
-        for (int i = 0; i < LANE_VALUES; i++) total[i] = __fmul_rn(total[i], inverse[(i >> 1) & 1]);
-        const WorkItem item = work_item(arguments, index);
+        Fold::finish(total);
+        const WorkItem item = work_item(arguments, not_kept(index));
         store_results(total, arguments, item, rows(item));
     }
 
@@ -469,7 +397,7 @@ struct Walker {
             if (item.tile.rows <= 0) continue;
             if (own_length(item) > 0) attend(arguments, index);
             // Blocks that only the other walker needs.
-            item = work_item(arguments, index);
+            item = work_item(arguments, not_kept(index));
             for (int block = blocks_of(own_length(item)); block < blocks_of(item.length()); block++) {
                 wait_full();
                 release(keys());
@@ -480,7 +408,7 @@ struct Walker {
 };
 
 DEVICE void attend_by_warpgroups(const PrefillArguments& arguments) {
-    const u32 shared = shared_base();
+    const u32 shared = SharedLayout::base();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(shared + SharedLayout::FULL + 8 * i, 128);

@@ -10,14 +10,23 @@
 
 static_assert(WARPS == 2 || WARPS == 4, "2 or 4 warps");
 
-// Dynamic shared memory: K tile | V tile | queries of each warp | values of the groups before, each lane's at places of
-// its own. Queries: [head_dim / 64][16 rows][128 bytes], swizzled as tiles are.
+// Dynamic shared memory: K tile | V tile | queries of each warp | folds. Queries: [head_dim / 64][16 rows][128 bytes],
+// swizzled as tiles are.
 struct SharedLayout {
+    static constexpr int FOLD_THREADS = THREADS;
     static constexpr int VALUES = TILE_BYTES, QUERIES = 2 * TILE_BYTES, WARP_QUERY_BYTES = 16 * HEAD_DIM * 2;
     static constexpr int FOLD = QUERIES + WARPS * WARP_QUERY_BYTES;
-    static constexpr int BYTES = FOLD + LANE_VALUES * 4 * THREADS;
+    static constexpr int BYTES = FOLD + Folds<SharedLayout>::bytes(THREADS);
+    DEVICE static u32 base() {
+        extern __shared__ __align__(128) u8 dynamic_shared[];
+        return shared_address(dynamic_shared);
+    }
+    DEVICE static u32 fold_thread() { return not_kept(threadIdx.x); }
 };
 static_assert(SharedLayout::BYTES <= SHARED_BYTES, "shared memory");
+DEVICE u32 warp_queries() {
+    return SharedLayout::base() + SharedLayout::QUERIES + not_kept(threadIdx.x) / 32 * SharedLayout::WARP_QUERY_BYTES;
+}
 DEVICE u32 query_unit(int row, int unit) {
     return (unit >> 3) * 16 * TILE_ROW_BYTES + row * TILE_ROW_BYTES + (((unit & 7) ^ (row & 7)) << 4);
 }
@@ -87,7 +96,7 @@ DEVICE void store_queries(u32 queries, const u32 (&fragment)[KEY_STEPS][4]) {
 }
 // Units differ in bits that an address of a tile's first row group leaves clear: those move by exclusive or.
 DEVICE void multiply_keys(float (&s)[BLOCK_TILES][4], u32 queries, u32 keys) {
-    const int lane = threadIdx.x & 31;
+    const int lane = not_kept(threadIdx.x) & 31;
     const u32 query = queries + query_unit(lane & 15, lane >> 4), key = keys + tile_unit(lane & 7, lane >> 3);
 #pragma unroll
     for (int n = 0; n < BLOCK_TILES; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
@@ -108,7 +117,7 @@ DEVICE void multiply_keys(float (&s)[BLOCK_TILES][4], u32 queries, u32 keys) {
     }
 }
 DEVICE void multiply_values(float (&acc)[LANE_VALUES], const u32 (&p)[4][4], u32 values) {
-    const int lane = threadIdx.x & 31, matrix = lane >> 3;
+    const int lane = not_kept(threadIdx.x) & 31, matrix = lane >> 3;
     const u32 value = values + tile_unit(8 * (matrix & 1) + (lane & 7), matrix >> 1);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
@@ -123,65 +132,48 @@ DEVICE void multiply_values(float (&acc)[LANE_VALUES], const u32 (&p)[4][4], u32
     }
 }
 
-// Folds a group, whose values are in `total`, into those before it. last: leaves the outcome in total, else keeps it.
-DEVICE void fold_group(u32 kept, float (&total)[LANE_VALUES], RowState& outer, RowState& group, bool first, bool last) {
-    FoldStep step[2];
-    fold_rows(outer, group, step);
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES; i += 4) {
-        const u32 place = kept + i * 4 * THREADS;
-        const float4 before = first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : load_shared_float4(place);
-        total[i] = fold_value(before.x, total[i], step[0]);
-        total[i + 1] = fold_value(before.y, total[i + 1], step[0]);
-        total[i + 2] = fold_value(before.z, total[i + 2], step[1]);
-        total[i + 3] = fold_value(before.w, total[i + 3], step[1]);
-        if (!last) store_shared_float4(place, total + i);
-    }
-}
+// The warp's first token in the tile; the lane's first row of the warp's 16.
+DEVICE int warp_token() { return not_kept(threadIdx.x) / 32 * PART_TOKENS; }
+DEVICE int warp_row() { return (not_kept(threadIdx.x) & 31) >> 2; }
 
 DEVICE void attend_by_warps(const PrefillArguments& arguments) {
-    extern __shared__ __align__(128) u8 dynamic_shared[];
-    const u32 shared = shared_address(dynamic_shared), keys = shared, values = shared + SharedLayout::VALUES;
-    const u32 queries = shared + SharedLayout::QUERIES + threadIdx.x / 32 * SharedLayout::WARP_QUERY_BYTES;
-    const u32 kept = shared + SharedLayout::FOLD + threadIdx.x * 16;
-    const int first_token = threadIdx.x / 32 * PART_TOKENS, row = (threadIdx.x & 31) >> 2;
+    using Fold = Folds<SharedLayout>;
+    const u32 keys = SharedLayout::base(), values = keys + SharedLayout::VALUES;
     wait_previous_kernel();
     int num_blocks, own_blocks, first_length;  // first_length: cells that the warp's first token attends
     {
         const WorkItem item = work_item(arguments, blockIdx.x);
         if (item.tile.rows <= 0) return;
-        const int own_tokens = min(item.tile.rows - first_token, PART_TOKENS);
+        const int first_token = warp_token(), own_tokens = min(item.tile.rows - first_token, PART_TOKENS);
         num_blocks = blocks_of(item.length());
         first_length = item.tile.first_position + first_token + 1;
         own_blocks = own_tokens > 0 ? blocks_of(first_length + own_tokens - 1) : 0;
         bring<K_PLANE, false>(keys, arguments, 0);
         bring<V_PLANE, true>(values, arguments, 0);
         LaneRows rows;
-        rows.place<PART_TOKENS>(item, first_token, row);
+        rows.place<PART_TOKENS>(item, first_token, warp_row());
         u32 fragment[KEY_STEPS][4];
         load_queries(fragment, arguments, item, rows);
-        store_queries(queries, fragment);
+        store_queries(warp_queries(), fragment);
     }
 
     float total[LANE_VALUES], acc[LANE_VALUES], s[BLOCK_TILES][4], factor[2];
     u32 p[4][4];
-    RowState outer, group, part;
-    outer.clear();
-    group.clear();
+    RowState part;
     part.clear();
-    clear(total);
+    Fold::begin(total);
     clear(acc);
     for (int block = 0; block < num_blocks; block++) {
         const bool takes_part = block < own_blocks, is_last = block + 1 == own_blocks;
         async_wait<1>();
         __syncthreads();
-        if (takes_part) multiply_keys(s, queries, keys);
+        if (takes_part) multiply_keys(s, warp_queries(), keys);
         __syncthreads();
         if (block + 1 < num_blocks) bring<K_PLANE, false>(keys, arguments, block + 1);
         else async_commit();
         if (takes_part) {
             if ((block + 1) * BLOCK_CELLS > first_length) {
-                const int length[2] = {first_length + row / GROUP_HEADS, first_length + (row + 8) / GROUP_HEADS};
+                const int row = warp_row(), length[2] = {first_length + row / GROUP_HEADS, first_length + (row + 8) / GROUP_HEADS};
                 mask_tiles<V_PLANE, BLOCK_TILES>(s, 0, block * BLOCK_CELLS, length);
             }
             if (softmax_block(s, part, factor, p)) {
@@ -197,27 +189,18 @@ DEVICE void attend_by_warps(const PrefillArguments& arguments) {
         else async_commit();
         if (takes_part && (is_last || ends_sub_split(block))) {
             FoldStep step[2];
-            part.sum[0] = quad_sum(part.sum[0]);
-            part.sum[1] = quad_sum(part.sum[1]);
-            fold_rows(group, part, step);
+            Fold::close_sub_split(part, step);
             fold_values(total, acc, step);
-            part.clear();
             clear(acc);
-            if (is_last || block % GROUP_BLOCKS == GROUP_BLOCKS - 1) {
-                fold_group(kept, total, outer, group, block < GROUP_BLOCKS, is_last);
-                if (!is_last) {
-                    group.clear();
-                    clear(total);
-                }
-            }
+            if (is_last)
+                Fold::finish(total);
+            else if (block % GROUP_BLOCKS == GROUP_BLOCKS - 1)
+                Fold::close_group(total);
         }
     }
-    const float inverse[2] = {__frcp_rn(outer.sum[0]), __frcp_rn(outer.sum[1])};
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES; i++) total[i] = __fmul_rn(total[i], inverse[(i >> 1) & 1]);
     const WorkItem item = work_item(arguments, not_kept(blockIdx.x));
     LaneRows rows;
-    rows.place<PART_TOKENS>(item, first_token, row);
+    rows.place<PART_TOKENS>(item, warp_token(), warp_row());
     store_results(total, arguments, item, rows);
 }
 #endif

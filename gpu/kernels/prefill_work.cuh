@@ -79,7 +79,7 @@ DEVICE void copy_plane(u32 tile, const u64* pages, u64 codes, int block, int len
     if constexpr (FORMAT == PLANE_F16) {
         constexpr int UNITS = HEAD_DIM / 8, ROWS = COPY_THREADS / UNITS;
         const int thread = not_kept(threadIdx.x) & (COPY_THREADS - 1), unit = thread % UNITS, first = thread / UNITS;
-#pragma unroll 4
+#pragma unroll 2
         for (int pass = 0; pass < BLOCK_CELLS / ROWS; pass++) {
             const int row = pass * ROWS + first, in_block = cell_of_column<V_PLANE>(row);
             const int cell = block * BLOCK_CELLS + in_block;
@@ -89,6 +89,114 @@ DEVICE void copy_plane(u32 tile, const u64* pages, u64 codes, int block, int len
         }
     }
 }
+
+// ---- folds ----------------------------------------------------------------------------------------------------------
+DEVICE bool ends_sub_split(int block) { return block < 16 || (block < 64 ? (block & 1) == 1 : (block & 3) == 3); }
+
+DEVICE void clear(float (&values)[LANE_VALUES]) {
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i++) values[i] = 0.0f;
+}
+DEVICE void fold_values(float (&total)[LANE_VALUES], const float (&part)[LANE_VALUES], const FoldStep (&step)[2]) {
+#pragma unroll
+    for (int i = 0; i < LANE_VALUES; i++) total[i] = fold_value(total[i], part[i], step[(i >> 1) & 1]);
+}
+
+// The two folds of a lane's rows: sub-splits into a group's, whose values are in registers (`total`), and groups into
+// those before them. Shared memory keeps all maxima and sums, which a quad's lanes read and write together, and the
+// values of the groups before, each lane's at places of its own:
+//     values [LANE_VALUES / 4][thread][16 bytes] | rows of the group [row][maximum, sum] | rows of the groups before
+// Shared: where this is (base() + FOLD) and the number of the calling thread (fold_thread()) among FOLD_THREADS.
+template <typename Shared>
+struct Folds {
+    DEVICE static constexpr int rows_bytes(int threads) { return threads / 32 * 16 * 8; }
+    DEVICE static constexpr int bytes(int threads) { return LANE_VALUES * 4 * threads + 2 * rows_bytes(threads); }
+
+    // Nothing folded yet.
+    DEVICE static void begin(float (&total)[LANE_VALUES]) {
+        RowState none;
+        none.clear();
+        store(group(), none);
+        store(outer(), none);
+        clear(total);
+    }
+    // The end of a sub-split: its maxima and sums go to the group's, `step` says how its values will (`fold_values`), and
+    // the next one begins.
+    DEVICE static void close_sub_split(RowState& part, FoldStep (&step)[2]) {
+        RowState rows = load(group());
+        part.sum[0] = quad_sum(part.sum[0]);
+        part.sum[1] = quad_sum(part.sum[1]);
+        fold_rows(rows, part, step);
+        store(group(), rows);
+        part.clear();
+    }
+    // The end of a group: it goes to those before it, and the next one begins.
+    DEVICE static void close_group(float (&total)[LANE_VALUES]) {
+        store(outer(), add_group(total));
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i += 4) store_shared_float4(values() + i * 4 * Shared::FOLD_THREADS, total + i);
+        RowState none;
+        none.clear();
+        store(group(), none);
+        clear(total);
+    }
+    // The end of the last group: total becomes the result.
+    DEVICE static void finish(float (&total)[LANE_VALUES]) {
+        const RowState rows = add_group(total);
+        const float inverse[2] = {__frcp_rn(rows.sum[0]), __frcp_rn(rows.sum[1])};
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i++) total[i] = __fmul_rn(total[i], inverse[(i >> 1) & 1]);
+    }
+
+   private:
+    DEVICE static u32 values() { return Shared::base() + Shared::FOLD + Shared::fold_thread() * 16; }
+    DEVICE static u32 group() {
+        const u32 thread = Shared::fold_thread(), row = thread / 32 * 16 + thread % 32 / 4;
+        return Shared::base() + Shared::FOLD + LANE_VALUES * 4 * Shared::FOLD_THREADS + row * 8;
+    }
+    DEVICE static u32 outer() { return group() + rows_bytes(Shared::FOLD_THREADS); }
+
+    DEVICE static RowState load(u32 place) {
+        RowState rows;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float2 kept = load_shared_float2(place + 64 * i);
+            rows.maximum[i] = kept.x;
+            rows.sum[i] = kept.y;
+        }
+        return rows;
+    }
+    DEVICE static void store(u32 place, const RowState& rows) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; i++) store_shared_float2(place + 64 * i, rows.maximum[i], rows.sum[i]);
+        __syncwarp();
+    }
+    DEVICE static void fold_rows(RowState& total, const RowState& part, FoldStep (&step)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            step[i] = fold_step(total.maximum[i], part.maximum[i]);
+            total.sum[i] = fold_value(total.sum[i], part.sum[i], step[i]);
+        }
+    }
+    // Groups before and the group in `total`, put together in total. Returns maxima and sums.
+    DEVICE static RowState add_group(float (&total)[LANE_VALUES]) {
+        RowState rows = load(outer());
+        const bool is_first = rows.maximum[0] == NEGATIVE_INFINITY && rows.maximum[1] == NEGATIVE_INFINITY;
+        FoldStep step[2];
+        fold_rows(rows, load(group()), step);
+#pragma unroll
+        for (int i = 0; i < LANE_VALUES; i += 4) {
+            const float4 before = is_first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
+                                           : load_shared_float4(values() + i * 4 * Shared::FOLD_THREADS);
+            total[i] = fold_value(before.x, total[i], step[0]);
+            total[i + 1] = fold_value(before.y, total[i + 1], step[0]);
+            total[i + 2] = fold_value(before.z, total[i + 2], step[1]);
+            total[i + 3] = fold_value(before.w, total[i + 3], step[1]);
+        }
+        return rows;
+    }
+};
 
 // ---- queries and results ----------------------------------------------------------------------------------------------
 // Positions `position` and + 1 of a query, in the order of K's rows.
@@ -110,24 +218,6 @@ DEVICE void load_queries(u32 (&fragment)[KEY_STEPS][4], const PrefillArguments& 
             fragment[step][i] = rows.valid[i] ? query_pair(query, 16 * step + 2 * t) : 0;
             fragment[step][2 + i] = rows.valid[i] ? query_pair(query, 16 * step + 2 * t + 8) : 0;
         }
-    }
-}
-
-DEVICE bool ends_sub_split(int block) { return block < 16 || (block < 64 ? (block & 1) == 1 : (block & 3) == 3); }
-DEVICE void clear(float (&values)[LANE_VALUES]) {
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES; i++) values[i] = 0.0f;
-}
-
-DEVICE void fold_values(float (&total)[LANE_VALUES], const float (&part)[LANE_VALUES], const FoldStep (&step)[2]) {
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES; i++) total[i] = fold_value(total[i], part[i], step[(i >> 1) & 1]);
-}
-DEVICE void fold_rows(RowState& total, RowState& part, FoldStep (&step)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        step[i] = fold_step(total.maximum[i], part.maximum[i]);
-        total.sum[i] = fold_value(total.sum[i], part.sum[i], step[i]);
     }
 }
 
