@@ -59,6 +59,25 @@ def test_claim_with_reply_lost_gives_the_same_turn_again(control: TurnControl) -
     assert control.run(call) == control.run(call)
 
 
+def test_claim_tells_the_numerics_of_earlier_runs_and_which_of_them_have_emitted_tokens(control: TurnControl) -> None:
+    accepted(control, "a")
+    told = []
+    runs = (("a1", []), ("b2", [started()]), ("b2", [delta(1)]), ("c3", []), ("a1", [delta(2)]), ("d4", []))
+    for numerics, events in runs:
+        call = calls.claim("a", worker(numerics=numerics))
+        turn = control.run(call)
+        assert turn is not None
+        assert control.run(call) == turn, "with the reply lost"
+        told.append((turn.earlier_numerics, turn.emitted_numerics))
+        if events:
+            control.run(calls.append_events(turn.lease, events))
+        control.run(calls.release(turn.lease))
+    assert told == [
+        ((), ()), (("a1",), ()), (("a1",), ()), (("a1", "b2"), ("b2",)), (("a1", "b2", "c3"), ("b2",)),
+        (("a1", "b2", "c3"), ("b2", "a1")),
+    ]  # fmt: skip
+
+
 def test_claim_of_leased_turn_gives_nothing(control: TurnControl) -> None:
     accepted(control, "a")
     claimed(control, "a")
