@@ -46,11 +46,26 @@ class TokenHistory:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One row to sample. output_index: position of the drawn token in the reply."""
+    """One row to sample. output_index: position of the drawn token in the reply.
+
+    history: of the sequence. drafted: ids that follow it, unaccepted, before this row; penalties see both.
+    """
 
     params: SamplingParams
     history: TokenHistory
     output_index: int
+    drafted: tuple[int, ...] = ()
+
+    @property
+    def counts_ids(self) -> bool:
+        """Whether the draw depends on the ids before it."""
+        params = self.params
+        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+    @property
+    def suppressed_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply and must not be drawn yet."""
+        return self.params.end_ids if self.output_index < self.params.min_tokens else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,6 @@ def requests_of(entry: PlanEntry) -> list[SampleRequest]:
         return [SampleRequest(entry.sampling, entry.history, entry.output_index)]
     drafted = entry.tokens[1:]
     return [
-        SampleRequest(entry.sampling, entry.history.with_drafted(drafted[:row]), entry.output_index + row)
+        SampleRequest(entry.sampling, entry.history, entry.output_index + row, drafted[:row])
         for row in range(entry.num_rows)
     ]

@@ -37,7 +37,7 @@ class HostSampler:
 
 def _sample_row(logits: NDArray[np.float32], request: SampleRequest) -> Sampled:
     params = request.params
-    adjusted = _adjust(logits, params, request.history, request.output_index)
+    adjusted = _adjust(logits, request)
     if params.temperature <= 0.0:
         token_id = int(np.argmax(adjusted))
     else:
@@ -47,14 +47,13 @@ def _sample_row(logits: NDArray[np.float32], request: SampleRequest) -> Sampled:
     return Sampled(token_id, report)
 
 
-def _adjust(
-    logits: NDArray[np.float32], params: SamplingParams, history: TokenHistory, output_index: int
-) -> NDArray[np.float32]:
+def _adjust(logits: NDArray[np.float32], request: SampleRequest) -> NDArray[np.float32]:
     """Bias and penalties, on a copy only if there are any."""
-    ends = params.end_ids if output_index < params.min_tokens else ()
-    counted = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    if not (params.logit_bias or ends or counted):
+    params, history, ends = request.params, request.history, request.suppressed_ids
+    if not (params.logit_bias or ends or request.counts_ids):
         return logits
+    if request.drafted and request.counts_ids:
+        history = history.with_drafted(request.drafted)
     adjusted = logits.copy()
     for token_id, bias in params.logit_bias:
         adjusted[token_id] += np.float32(bias)

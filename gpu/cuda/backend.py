@@ -119,6 +119,7 @@ class CudaBackend:
         cells = self.cache.begin_step(plan)
         try:
             step = self._queue_step(cells, token_ids, requests)
+            self._sampler.launched(step.built.draws)
         except GpuError:
             self.device.compute.sync()
             self.cache.abandon_step(cells)
@@ -194,8 +195,8 @@ class CudaBackend:
         cells, count = step.cells, len(step.cells.entries)
         cells.counts[:] = words.counts[:, :count]
         cells.nonfinite[:] = words.nonfinite[:count]
+        sampled = iter(self._sampler.read(words.samples, step.built.draws))
         errors = self.cache.finish_step(cells)
-        sampled = iter(self._sampler.read(words.samples, [r for rows in step.requests for r in rows]))
         drawn = [[next(sampled) for _ in rows] for rows in step.requests]
         entries = zip(cells.plan.entries, drawn, errors, strict=True)
         return StepResult(tuple(_entry_result(entry, samples, error) for entry, samples, error in entries))

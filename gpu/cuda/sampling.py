@@ -9,45 +9,72 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cuda.device import CudaDevice
+from gpu.cuda.draw_tables import DRAW_ROW, MAX_LOGPROBS, Draws, needs_general, pad, write_general, write_plain
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
+from gpu.cuda.slot_words import SlotTables
 from gpu.cuda.step_tables import TableBlock, TableField
-from gpu.plan import RowKind
+from gpu.errors import LayoutError
+from gpu.plan import RowKind, TokenLogprobs
 from gpu.sampling import Sampled, SampleRequest
 
-_PARTS: Final = 32
+MAX_VOCAB_SIZE: Final = 1 << 18
+_MAX_PARTS: Final = 32
+_MIN_PARTS: Final = 4
+_CTAS: Final = 512
+"""CTAs of a launch over many rows; with fewer rows, each has up to _MAX_PARTS."""
 _THREADS: Final = 256
-_NO_SLOT: Final = -1
+_BINS: Final = 2048
+_STATE_BYTES: Final = 64
+_PART_BYTES: Final = 16
+_WORDS_OF_ROW: Final = 2 + 2 * MAX_LOGPROBS
 
+_P: Final = Arg.POINTER
 SAMPLING: Final = KernelSource(
     "sampling.cu",
-    (KernelEntry("draw_largest", (Arg.POINTER,) * 6),),
+    (
+        KernelEntry("adjust_logits", (_P,) * 8),
+        KernelEntry("rank_logits", (_P,) * 5),
+        KernelEntry("cut_candidates", (_P,) * 6),
+        KernelEntry("draw_tokens", (_P,) * 6),
+    ),
     parameters=("VOCABULARY",),
-    samples=({"VOCABULARY": 128256},),
+    samples=({"VOCABULARY": 128256}, {"VOCABULARY": 50257}, {"VOCABULARY": 262144}),
 )
 SOURCES: Final = (SAMPLING,)
 
 
 class DeviceSampler:
-    """Draws one token per sampled row, on the device."""
+    """Draws one token per sampled row, as `HostSampler` would, on the device.
 
-    def __init__(self, device: CudaDevice, vocab_size: int, num_slots: int, max_sampled: int) -> None:
+    Of a step: `write` fills its table and queues what slots need, `record` queues its kernels, `launched` tells that
+    they are queued, `read` takes the results. Raises LayoutError for more than MAX_VOCAB_SIZE ids.
+    """
+
+    def __init__(self, device: CudaDevice, vocab_size: int, max_sampled: int) -> None:
+        if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+            raise LayoutError("vocab_size", vocab_size, f"must be 1 to {MAX_VOCAB_SIZE} on CUDA")
         self._library = device.kernels
         self._vocab_size = vocab_size
-        self._parts = device.allocate(8 * _PARTS * max_sampled).address
-        self._arrived = device.allocate(4 * max_sampled).address
-        device.clear_async(self._arrived, 4 * max_sampled, device.compute)
+        self._slots = SlotTables(device, vocab_size)
+        self._in_flight: list[Draws] = []
+        self._states = device.allocate(_STATE_BYTES * max_sampled).address
+        self._parts = device.allocate(_PART_BYTES * _MAX_PARTS * max_sampled).address
+        self._counts = device.allocate(4 * _BINS * max_sampled).address
+        self._weights = device.allocate(8 * _BINS * max_sampled).address
+        self._lists = device.allocate(4 * vocab_size * max_sampled).address
+        device.clear_async(self._states, _STATE_BYTES * max_sampled, device.compute)
 
     def fields(self, sampled: int) -> tuple[TableField, ...]:
         """Tables of a block for up to `sampled` rows."""
-        return (TableField("draw_slots", np.int32, sampled),)
+        return (TableField("draws", DRAW_ROW, sampled),)
 
     def num_result_words(self, sampled: int) -> int:
         """Words that `record` leaves for `read`."""
-        return sampled
+        return _WORDS_OF_ROW * sampled
 
     def needs_general(self, requests: Items[SampleRequest]) -> bool:
         """Whether a row asks for more than its largest logit."""
-        return False
+        return any(needs_general(request) for request in requests)
 
     def write(
         self,
@@ -58,11 +85,21 @@ class DeviceSampler:
         padded: int,
         *,
         general: bool,
-    ) -> None:
-        """Fill the tables of a step's sampled rows. slots, kinds: of each row's entry."""
-        remembered = [kind is not RowKind.VERIFY for kind in kinds]
-        views["draw_slots"][: len(requests)] = np.where(remembered, slots, _NO_SLOT) if requests else 0
-        views["draw_slots"][len(requests) : padded] = _NO_SLOT
+    ) -> Draws:
+        """Fill the table of a step's sampled rows and queue the slots' tables that it needs.
+
+        slots, kinds: of each row's entry; the rows of an entry follow each other. Raises PlanError for more than
+        MAX_LOGPROBS alternatives, and where penalties begin while a draw of the reply is unread.
+        """
+        draws = Draws(tuple(requests), tuple(kinds), tuple(slots.tolist()))
+        table = views["draws"]
+        if general:
+            unread = [history for other in self._in_flight for history in other.histories()]
+            write_general(table, draws, self._slots, self._vocab_size, unread)
+        else:
+            write_plain(table, draws)
+        pad(table, len(requests), padded)
+        return draws
 
     def record(
         self,
@@ -75,11 +112,52 @@ class DeviceSampler:
         last_tokens: int,
         results: int,
     ) -> None:
-        """Queue the draws of `sampled` rows. logits: (sampled, vocab_size) f32. results: num_result_words words."""
-        kernel = self._library.get(SAMPLING, "draw_largest", {"VOCABULARY": self._vocab_size})
-        arguments = (logits, tables.address("draw_slots"), self._parts, self._arrived, results, last_tokens)
-        kernel.launch(stream, (_PARTS, sampled), _THREADS, arguments)
+        """Queue the draws of `sampled` rows.
 
-    def read(self, words: NDArray[np.uint32], requests: Items[SampleRequest]) -> list[Sampled]:
-        """The draws out of a step's result words."""
-        return [Sampled(int(word), None) for word in words[: len(requests)]]
+        logits: (sampled, vocab_size) f32; biases and penalties are added in place. last_tokens: (slots,) i32.
+        results: num_result_words words.
+        """
+        rows = tables.address("draws")
+        grid = (min(_MAX_PARTS, max(_MIN_PARTS, _CTAS // sampled)), sampled)
+        launches: list[tuple[str, tuple[int, ...]]] = [
+            ("adjust_logits", (self._parts, self._counts, self._weights, results, last_tokens))
+        ]
+        if general:
+            launches += [
+                ("rank_logits", (self._counts, self._weights)),
+                ("cut_candidates", (self._weights, self._lists, results)),
+                ("draw_tokens", (self._parts, results, last_tokens)),
+            ]
+        for name, more in launches:
+            kernel = self._library.get(SAMPLING, name, {"VOCABULARY": self._vocab_size})
+            kernel.launch(stream, grid, _THREADS, (logits, rows, self._states, *more))
+
+    def launched(self, draws: Draws) -> None:
+        """The step of these draws is queued; without this call its counts are not relied on."""
+        self._slots.keep(draws.counted)
+        self._in_flight.append(draws)
+
+    def read(self, words: NDArray[np.uint32], draws: Draws) -> list[Sampled]:
+        """The draws out of a step's result words; once for each launched step, in order."""
+        self._in_flight.remove(draws)
+        padded = len(words) // _WORDS_OF_ROW
+        ids = words[:padded].view(np.int32).tolist()
+        for row in range(len(draws.requests)):
+            if words_of_slot := draws.counted_in(row):
+                words_of_slot.read_ids.append(ids[row])
+        return [
+            Sampled(ids[row], _logprobs(words, padded, row, min(request.params.logprobs, self._vocab_size)))
+            if request.params.logprobs is not None
+            else Sampled(ids[row], None)
+            for row, request in enumerate(draws.requests)
+        ]
+
+
+def _logprobs(words: NDArray[np.uint32], padded: int, row: int, num_top: int) -> TokenLogprobs:
+    """A row's report: ids, log probabilities, then for each row MAX_LOGPROBS alternatives and theirs."""
+    ids, values = words.view(np.int32), words.view(np.float32)
+    first = 2 * padded + MAX_LOGPROBS * row
+    alternatives = ids[first : first + num_top].tolist()
+    first += MAX_LOGPROBS * padded
+    logprobs = values[first : first + num_top].tolist()
+    return TokenLogprobs(int(ids[row]), float(values[padded + row]), tuple(zip(alternatives, logprobs, strict=True)))

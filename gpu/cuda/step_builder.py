@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.cuda.device import CudaDevice
+from gpu.cuda.draw_tables import Draws
 from gpu.cuda.memory import CudaMemory
 from gpu.cuda.sampling import DeviceSampler
 from gpu.cuda.step_shape import MAX_SKINNY_ROWS, StepShape
@@ -32,6 +33,7 @@ class BuiltStep:
 
     shape: StepShape
     tables: TableBlock
+    draws: Draws
 
 
 class StepBuilder:
@@ -98,10 +100,10 @@ class StepBuilder:
         _write_tiles(views["tiles"], few, entry_slots, shape.tiles)
         _write_tiles(views["wide_tiles"], many, entry_slots, shape.wide_tiles)
         self._write_pages(cells, entry_slots)
-        self._write_samples(views, cells, shape, sampled, [len(rows) for rows in requests], entry_slots)
+        draws = self._write_samples(views, cells, shape, sampled, [len(rows) for rows in requests], entry_slots)
         views["publish_target"][0] = publish_target
         block.upload(self._stream)
-        return BuiltStep(shape, block)
+        return BuiltStep(shape, block, draws)
 
     def _fields(self, rows: int, sampled: int) -> tuple[TableField, ...]:
         return (
@@ -165,14 +167,14 @@ class StepBuilder:
         sampled: list[SampleRequest],
         counts: list[int],
         entry_slots: NDArray[np.int32],
-    ) -> None:
+    ) -> Draws:
         ends = cells.tables.row_start[1:].tolist()
         rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
         views["sampled_rows"][: len(rows)] = rows
         views["sampled_rows"][len(rows) : shape.sampled] = _PADDING
         kinds = [entry.kind for entry, count in zip(cells.plan.entries, counts, strict=True) for _ in range(count)]
         slots = np.repeat(entry_slots, counts)
-        self._sampler.write(views, sampled, slots, kinds, shape.sampled, general=shape.general_sampling)
+        return self._sampler.write(views, sampled, slots, kinds, shape.sampled, general=shape.general_sampling)
 
 
 def known_token_ids(entries: Items[PlanEntry]) -> NDArray[np.int64]:
