@@ -43,16 +43,25 @@ class Bench:
     """A backend with random weights, and steps on it."""
 
     def __init__(
-        self, config: ModelConfig, kv_format: str, storage: PackedStorage, cells: int, sequences: int, rows: int = 4096
+        self,
+        config: ModelConfig,
+        kv_format: str,
+        storage: PackedStorage,
+        cells: int,
+        sequences: int,
+        rows: int = 4096,
+        device_cells: int | None = None,
     ) -> None:
         fmt = cache_format(kv_format)
         shape = (config.num_layers, config.num_kv_heads, config.head_dim)
         self.layout = KVLayout(*shape, default_page_size(*shape, fmt.k, fmt.v), fmt.k, fmt.v)
         self.config, self.storage, self.kv_format = config, storage, kv_format
         pages = cells // self.layout.page_size + 4 * sequences + 8
+        slots = None if device_cells is None else device_cells // self.layout.page_size
         options = CudaOptions(
             storage=storage, mirror_bytes=pages * self.layout.page_bytes, max_sequences=2 * sequences + 2,
             step_rows=rows, attest="off",
+            device_kv_bytes=None if slots is None else slots * self.layout.page_bytes,
         )  # fmt: skip
         begun = time.monotonic()
         self.backend: CudaBackend = load_cuda_backend(
