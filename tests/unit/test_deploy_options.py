@@ -17,7 +17,12 @@ def test_options_that_were_given_become_variables() -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "flag"),
-    [("kv_format", "q5", "--kv"), ("slots", 0, "--slots"), ("mirror_mib", 0, "--mirror-mib")],
+    [
+        ("kv_format", "q5", "--kv"),
+        ("slots", 0, "--slots"),
+        ("mirror_mib", 0, "--mirror-mib"),
+        ("accept_numerics", "all", "--accept-numerics"),
+    ],
 )
 def test_option_out_of_range_is_refused_by_flag_and_value(option: str, value: object, flag: str) -> None:
     with pytest.raises(BadOption) as refused:

@@ -11,6 +11,7 @@ from gateway.chat_reply import ChatReply, ResumePoint
 from gateway.errors import ApiError, InvalidRequest
 from gateway.response_reply import ResponseStream, raise_if_failed, response_object
 from gateway.sse import Frame, encode
+from gateway.usage import extension
 from workers.turns.events import EventKind, TurnEvent, TurnState
 from workers.turns.outcomes import TurnView
 from workers.turns.records import TurnRequest
@@ -197,3 +198,10 @@ def test_frame_survives_clients_that_split_lines_differently(mark: str) -> None:
     for lines in (raw.split("\n"), raw.splitlines()):
         [data] = [line for line in lines if line.startswith("data: ")]
         assert json.loads(data.removeprefix("data: ")) == {"text": f"a{mark}b"}
+
+
+def test_part_of_other_numerics_is_told_in_every_shape_of_reply() -> None:
+    marks = {"numerics": "mixed", "foreign_pages": {"ab" * 32: 2}, "forced_numerics": ["ab" * 32]}
+    told = {"turn_id": "resp_1", "worker_id": "w1", **marks}
+    assert extension("resp_1", USAGE | marks, {}) == told
+    assert response_object(view(state=TurnState.COMPLETED, usage=USAGE | marks))["kvalet"] == told

@@ -26,6 +26,15 @@ def test_figures_of_each_worker_are_shown_with_its_name() -> None:
     ]
 
 
+def test_reused_pages_of_other_numerics_are_counted_by_numerics() -> None:
+    lines = rendered(w1={"foreign_pages": {"mixed": 2, "ab" * 32: 1}, "marked_turns": 3})
+    assert lines == [
+        'kvalet_worker_marked_turns_total{model="tiny",worker="w1"} 3.0',
+        'kvalet_worker_foreign_pages_total{model="tiny",numerics="mixed",worker="w1"} 2.0',
+        f'kvalet_worker_foreign_pages_total{{model="tiny",numerics="{"ab" * 32}",worker="w1"}} 1.0',
+    ]
+
+
 def test_reasons_of_recomputed_pages_are_labels() -> None:
     lines = rendered(w1={"recomputed_pages": {"late": 2, "missing": 1}})
     assert lines == [
