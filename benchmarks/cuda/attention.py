@@ -5,12 +5,13 @@
 Shape of Llama-3 8B. Each figure is the median of graph replays, in microseconds for one layer; layers and sequences
 take turns, so that nothing is read from the second-level cache. `floor` is the bytes of K and V at the copy bandwidth
 of the same run, or at `BUS_RATE` for pages in host memory. "attend" is the attention kernel alone, "both" with the
-fold. --sweep: the first case with other rings, instead of the figures.
+fold. --sweep: some cases with other rings, instead of the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import numpy as np
 
 from benchmarks import _record
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.attention import AttentionTables, DecodeAttention, DecodeRing
+from gpu.cuda.attention import DECODE, AttentionTables, DecodeAttention, DecodeRing
+from gpu.cuda.programs import ProgramCompiler
 from tests.gpu.lab import Lab
 from tests.gpu.paged_attention import make_layout, random_pages, random_queries
 
@@ -31,7 +33,13 @@ MIRROR_CELLS = 8192
 BUS_RATE = 51.2e9
 DISTINCT_PAGES = 8
 SECOND_LEVEL_CACHE = 60e6
-RINGS = tuple(DecodeRing(stages, resident) for stages in (2, 3, 4) for resident in (2, 3, 4, 5))
+RINGS = tuple(
+    DecodeRing(*stages, resident, padding)
+    for stages in ((1, 1), (2, 1), (2, 2))
+    for resident in (4, 6, 8, 10, 12)
+    for padding in (0, 32)
+)
+RING_PARAMETERS = ("K_STAGES", "V_STAGES", "RESIDENT", "VALUE_PADDING")
 PROCESSOR_BYTES = 227 << 10
 
 
@@ -86,17 +94,23 @@ class Bench:
         return self._time(f"{self.kv_format} {sequences} x {cells}", self.pool.address, sequences, cells, rows, floor)
 
     def sweep(self, bandwidth: float) -> None:
-        """Print the first case with every ring that fits."""
-        chosen = self.attention
-        for ring in RINGS:
-            shared = ring.shared_bytes(self.layout)
-            if ring.resident * (shared + 1024) > PROCESSOR_BYTES + 1024:
-                continue
-            device = self.lab.device
-            self.attention = DecodeAttention(device.kernels, self.layout, NUM_HEADS, device.num_processors, ring)
-            print(ring)
+        """Print some cases with every ring that fits."""
+        device, chosen = self.lab.device, self.attention
+        tried = [
+            DecodeAttention(device.kernels, self.layout, NUM_HEADS, device.num_processors, ring)
+            for ring in RINGS
+            if ring.resident * (ring.shared_bytes(self.layout, 1) + 1024) <= PROCESSOR_BYTES + 1024
+            and (ring.value_padding or self.layout.v_format.group_size)
+        ]
+        compiler = ProgramCompiler(device.arch)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda attention: compiler.compile(DECODE, attention.decode_variant(1)), tried))
+        for attention in tried:
+            self.attention = attention
+            print({name: attention.decode_variant(1)[name] for name in RING_PARAMETERS})
             for sequences, cells in (CASES[0], CASES[1], CASES[-2]):
                 self.measure(sequences, cells, 1, bandwidth)
+            self.measure_mirror()
         self.attention = chosen
 
     def measure_mirror(self) -> list[dict[str, Any]]:

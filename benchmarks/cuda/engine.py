@@ -276,7 +276,45 @@ def measure_overhead(bandwidth: float) -> list[dict[str, Any]]:
     return figures
 
 
-PARTS: Final = {"decode": measure_decode, "prefill": measure_prefill, "overhead": measure_overhead}
+def measure_mirror(bandwidth: float) -> list[dict[str, Any]]:
+    """What mirroring costs: the same steps with the mirror's addresses aimed at device memory, in turn (ABBA)."""
+    figures = []
+    with bench(llama_8b(), "k8v4", PackedStorage.BF16, 160_000, 40) as made:
+        builder, device = made.backend.builder, made.backend.device
+        scratch = device.allocate(made.cache.memory.mirror.num_bytes).address
+        homes = {"mirror": builder.mirror_address, "scratch": scratch}
+        order = ("scratch", "mirror", "mirror", "scratch") * 3
+        for count, cells in ((1, 1024), (32, 4096)):
+            many = [made.filled(cells) for _ in range(count)]
+            made.decode(many, 20)
+            times: dict[str, list[float]] = {home: [] for home in homes}
+            for home in order:
+                builder.mirror_address = homes[home]
+                times[home] += made.decode(many, 60)
+            builder.mirror_address = homes["mirror"]
+            made.drop(*many)
+            cost = statistics.median(times["mirror"]) / statistics.median(times["scratch"]) - 1
+            figures.append(_record.figure(f"mirror in decode {count} x {cells}", [100 * cost], "%", target="<= 0.5"))
+        spent: dict[str, list[float]] = {home: [] for home in homes}
+        for home in ("scratch", "mirror", *order):
+            builder.mirror_address = homes[home]
+            sequence = made.cache.open()
+            begun = time.perf_counter()
+            made.extend(sequence, 4096, 2048)
+            spent[home].append(time.perf_counter() - begun)
+            made.cache.close(sequence)
+        builder.mirror_address = homes["mirror"]
+        cost = statistics.median(spent["mirror"][1:]) / statistics.median(spent["scratch"][1:]) - 1
+        figures.append(_record.figure("mirror in prefill 4096", [100 * cost], "%", target="<= 2.5"))
+    return figures
+
+
+PARTS: Final = {
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "overhead": measure_overhead,
+    "mirror": measure_mirror,
+}
 
 
 def main() -> None:

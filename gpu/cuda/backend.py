@@ -97,7 +97,7 @@ class CudaBackend:
         self._model = model
         self._kernels = kernels
         self._memory = memory
-        self._builder = builder
+        self.builder = builder
         self._sampler = sampler
         self._max_sampled = max_sampled
         self._results = [device.pin(4 * model.num_result_words) for _ in range(STEPS_IN_FLIGHT)]
@@ -115,7 +115,7 @@ class CudaBackend:
         if (num_sampled := sum(map(len, requests))) > self._max_sampled:
             raise PlanError("sampled rows", num_sampled, f"at most {self._max_sampled}")
         for entry in plan.entries:
-            self._builder.slots.slot(entry.sequence)
+            self.builder.slots.slot(entry.sequence)
         cells = self.cache.begin_step(plan)
         try:
             step = self._queue_step(cells, token_ids, requests)
@@ -174,7 +174,7 @@ class CudaBackend:
         begin = self._record_event() if self.time_steps else None
         results = self._results[self._num_launched % len(self._results)]
         self._num_launched += 1
-        built = self._builder.build(cells, token_ids, requests, results.address)
+        built = self.builder.build(cells, token_ids, requests, results.address)
 
         def record(stream: Any) -> None:
             self._model.record(stream, built, cells, self.cache, self._kernels)

@@ -39,6 +39,7 @@ class BuiltStep:
 class StepBuilder:
     """Writes tables. Small steps and large ones have blocks of their own, since a captured step keeps addresses.
 
+    mirror_address: where rows are mirrored; benchmarks aim it at device memory to see what the bus costs.
     tile_rows, wide_tile_rows: rows that one attention tile of either kind holds. depth: steps that may be launched and
     unread, and one more.
     """
@@ -58,6 +59,7 @@ class StepBuilder:
     ) -> None:
         self.slots = slots
         self._stream = device.compute
+        self.mirror_address = memory.pinned.address
         self._memory = memory
         self._sampler = sampler
         self._tile_rows = tile_rows
@@ -143,7 +145,7 @@ class StepBuilder:
         views["slots"][:count] = entry_slots[rows.sequence_index]
         views["positions"][:count] = rows.positions
         views["entries"][:count] = rows.sequence_index
-        views["mirror_pages"][:count] = self._memory.pinned.address + rows.mirror_offset
+        views["mirror_pages"][:count] = self.mirror_address + rows.mirror_offset
         views["device_pages"][:count] = np.where(
             rows.device_offset < 0, 0, self._memory.slots.address + rows.device_offset
         )
