@@ -1,4 +1,4 @@
-"""A conversation goes from a host worker to a GPU worker and back: reused where that is accepted, recomputed elsewhere."""
+"""A conversation goes from a host worker to a GPU worker and back: reused where that is accepted, else recomputed."""
 
 from __future__ import annotations
 
