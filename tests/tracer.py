@@ -71,7 +71,7 @@ class TracerSampler:
 
     def sample(self, logits: NDArray[np.float32], requests: list[SampleRequest]) -> list[Sampled]:
         for row, request in zip(logits, requests, strict=True):
-            if JUNK_TAG in request.history.output_counts:
+            if JUNK_TAG in request.drafted:
                 continue  # this row follows a wrong draft: it must see junk, and is rolled back
             _check(row, request.params.seed, request.output_index)
             self.num_checked += 1
