@@ -100,7 +100,7 @@ struct TileWriter<PLANE_INT8, HEAD_DIM_> {
         }
     }
 
-   private:
+  private:
     static constexpr int HALVES = HEAD_DIM_ / 64;
     // The half that a row takes as its i-th: even and odd rows take different ones at a time, for the banks.
     DEVICE static int half_of(int i, int row) { return (i ^ row) & (HALVES - 1); }
@@ -138,7 +138,7 @@ struct TileWriter<PLANE_Q4, HEAD_DIM_> {
         for (int step = 0; step < 2 * WORDS; step++) {
             const u32 pairs = word[step / 2] >> (8 * (step & 1));
             store_key_elements(key_elements(tile, row, step / 4, t), step & 3, multiply_half2(q4_pair(pairs), scale),
-                               multiply_half2(q4_pair(pairs >> 4), scale));
+                               multiply_half2(q4_next_pair(pairs), scale));
         }
     }
     // The upper quarters of a row take their words in another order, for the banks.
@@ -150,15 +150,14 @@ struct TileWriter<PLANE_Q4, HEAD_DIM_> {
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             const u32 codes8 = swapped ? word[i ^ 1] : word[i];
-            const uint4 eight = make_uint4(multiply_half2(q4_pair(codes8), scale),
-                                           multiply_half2(q4_pair(codes8 >> 4), scale),
-                                           multiply_half2(q4_pair(codes8 >> 8), scale),
-                                           multiply_half2(q4_pair(codes8 >> 12), scale));
+            const uint4 eight = make_uint4(
+                multiply_half2(q4_pair(codes8), scale), multiply_half2(q4_next_pair(codes8), scale),
+                multiply_half2(q4_pair(codes8 >> 8), scale), multiply_half2(q4_next_pair(codes8 >> 8), scale));
             store_shared128(tile + tile_unit(row, WORDS * t + (swapped ? i ^ 1 : i)), eight);
         }
     }
 
-   private:
+  private:
     template <typename Codes>
     DEVICE static u32 load(u32 (&word)[WORDS], int cell, int t, const Codes& codes) {
         if constexpr (WORDS == 4) {

@@ -59,12 +59,17 @@ static_assert(STAGES >= 3, "copies are announced one block late");
 
 // Stage of a ring that the block number `count` of a CTA takes, and the parity of that use.
 template <int COUNT>
-DEVICE u32 stage_of(u32 count) { return count % COUNT; }
+DEVICE u32 stage_of(u32 count) {
+    return count % COUNT;
+}
 template <int COUNT>
-DEVICE u32 parity_of(u32 count) { return count / COUNT & 1; }
+DEVICE u32 parity_of(u32 count) {
+    return count / COUNT & 1;
+}
 
-// ---- filling -----------------------------------------------------------------------------------------------------------
-// Codes of one plane of a block in shared memory. length: cells from here on have scale 0, so that their values are 0.
+// ---- filling
+// ----------------------------------------------------------------------------------------------------------- Codes of
+// one plane of a block in shared memory. length: cells from here on have scale 0, so that their values are 0.
 template <int FORMAT>
 struct SharedCodes {
     u32 codes, scales;
@@ -92,20 +97,23 @@ DEVICE void fetch_codes(u32 target, u32 barrier, const u64* pages, u64 layer, in
     __syncwarp();
     if (page >= num_pages) return;
     const bool values = part >= 2, scales = part & 1;
-    const int cell_bytes = values ? (scales ? V::SCALE_BYTES : V::CODE_BYTES) : (scales ? K::SCALE_BYTES : K::CODE_BYTES);
-    const int offset = values ? (scales ? Offsets::V_SCALES : Offsets::V_CODES)
-                              : (scales ? Offsets::K_SCALES : Offsets::K_CODES);
+    const int cell_bytes =
+        values ? (scales ? V::SCALE_BYTES : V::CODE_BYTES) : (scales ? K::SCALE_BYTES : K::CODE_BYTES);
+    const int offset =
+        values ? (scales ? Offsets::V_SCALES : Offsets::V_CODES) : (scales ? Offsets::K_SCALES : Offsets::K_CODES);
     const int place = values ? (scales ? CodeLayout::V_SCALES : CodeLayout::V_CODES)
                              : (scales ? CodeLayout::K_SCALES : CodeLayout::K_CODES);
     if ((values ? V_PLANE : K_PLANE) == PLANE_F16) return;
     const int cell = first_cell + page * Pages::CELLS;
     const int place_in_page = Pages::place(block, page * Pages::CELLS);
-    const u64 source = pages[Pages::page(cell)] + layer + offset + (u32)((kv_head * PAGE_SIZE + place_in_page) * cell_bytes);
-    bulk_copy(target + place + page * Pages::CELLS * cell_bytes, (const void*)source, Pages::CELLS * cell_bytes, barrier);
+    const u64 source =
+        pages[Pages::page(cell)] + layer + offset + (u32)((kv_head * PAGE_SIZE + place_in_page) * cell_bytes);
+    bulk_copy(target + place + page * Pages::CELLS * cell_bytes, (const void*)source, Pages::CELLS * cell_bytes,
+              barrier);
 }
 
-// Converts a quantized plane of a block into its tile. codes, scales: of the plane in shared memory; cells: of the block
-// that exist, for V.
+// Converts a quantized plane of a block into its tile. codes, scales: of the plane in shared memory; cells: of the
+// block that exist, for V.
 template <int FORMAT, bool IS_V>
 DEVICE void convert_plane(u32 tile, u32 codes, u32 scales, int cells) {
     const int thread = not_kept(threadIdx.x), lane = thread & 31, t = lane & 3;
@@ -144,8 +152,8 @@ DEVICE void fetch_ahead(const PrefillArguments& arguments, u32 stage, int index,
     if (!next.find(arguments)) return;
     const u32 shared = SharedLayout::base();
     fetch_codes(shared + SharedLayout::CODES + stage * CodeLayout::BYTES, shared + SharedLayout::CODES_FULL + 8 * stage,
-                pages_of(arguments, next.item), (u64)arguments.layer * Offsets::LAYER_BYTES, next.item.kv_head, next.block,
-                next.item.length());
+                pages_of(arguments, next.item), (u64)arguments.layer * Offsets::LAYER_BYTES, next.item.kv_head,
+                next.block, next.item.length());
 }
 
 DEVICE void announce(u32 count) {
@@ -162,7 +170,8 @@ DEVICE void fill(const PrefillArguments& arguments) {
     work.block = 0;
     u32 count = 0;
     for (; work.find(arguments); work.block++, count++) {
-        const u32 shared = SharedLayout::base(), stage = stage_of<STAGES>(count), keys = shared + stage * 2 * TILE_BYTES, values = keys + TILE_BYTES;
+        const u32 shared = SharedLayout::base(), stage = stage_of<STAGES>(count),
+                  keys = shared + stage * 2 * TILE_BYTES, values = keys + TILE_BYTES;
         const int length = work.item.length();
         barrier_wait(shared + SharedLayout::EMPTY + 8 * stage, parity_of<STAGES>(count) ^ 1);
         if constexpr (K_PLANE == PLANE_F16 || V_PLANE == PLANE_F16) {
@@ -195,13 +204,15 @@ DEVICE void fill(const PrefillArguments& arguments) {
     }
 }
 
-// ---- walking -----------------------------------------------------------------------------------------------------------
+// ---- walking
+// -----------------------------------------------------------------------------------------------------------
 
 // Queries of a warpgroup: the first steps in registers, the others in its part of shared memory.
 struct Queries {
     u32 fragment[REGISTER_QUERY_STEPS > 0 ? REGISTER_QUERY_STEPS : 1][4];
     DEVICE static u32 shared() {
-        return SharedLayout::base() + SharedLayout::QUERIES + ((threadIdx.x >> 7) - 1) * SharedLayout::WALKER_QUERY_BYTES;
+        return SharedLayout::base() + SharedLayout::QUERIES +
+               ((threadIdx.x >> 7) - 1) * SharedLayout::WALKER_QUERY_BYTES;
     }
     // All warps of the warpgroup have come here.
     DEVICE static void meet() {
@@ -308,15 +319,16 @@ struct Walker {
     // first token attends. PART_TOKENS <= BLOCK_CELLS tokens end in the last two of their blocks.
     DEVICE static bool softmax(float (&scores)[32], int block, int num_blocks, int first_length, RowState& part,
                                float (&factor)[2]) {
-        float(&s)[BLOCK_TILES][4] = reinterpret_cast<float(&)[BLOCK_TILES][4]>(scores);
+        float (&s)[BLOCK_TILES][4] = reinterpret_cast<float (&)[BLOCK_TILES][4]>(scores);
         if (block + 2 >= num_blocks) {
-            const int top = row(), length[2] = {first_length + top / GROUP_HEADS, first_length + (top + 8) / GROUP_HEADS};
+            const int top = row(),
+                      length[2] = {first_length + top / GROUP_HEADS, first_length + (top + 8) / GROUP_HEADS};
             mask_tiles<V_PLANE, BLOCK_TILES>(s, 0, block * BLOCK_CELLS, length);
         }
         return exponentiate_block(s, part, factor);
     }
     DEVICE static void pack(const float (&scores)[32], u32 (&p)[4][4]) {
-        const float(&s)[BLOCK_TILES][4] = reinterpret_cast<const float(&)[BLOCK_TILES][4]>(scores);
+        const float (&s)[BLOCK_TILES][4] = reinterpret_cast<const float (&)[BLOCK_TILES][4]>(scores);
 #pragma unroll
         for (int i = 0; i < 4; i++) pack_tiles(s + 2 * i, p[i]);
     }

@@ -1,5 +1,6 @@
 // Prefill attention by warps, for every architecture: a CTA of WARPS warps takes a work item, 16 query rows a warp. All
-// threads bring a block's K and V into shared memory; the next block's K arrives while P V runs, its V during the scores.
+// threads bring a block's K and V into shared memory; the next block's K arrives while P V runs, its V during the
+// scores.
 #pragma once
 #include "prefill_work.cuh"
 
@@ -53,7 +54,7 @@ struct PagedCodes {
         return *(const u16*)(page(cell) + scales + (u32)(Pages::place(block, cell) * Shape::SCALE_BYTES + 2 * group));
     }
 
-   private:
+  private:
     DEVICE bool exists(int cell) const { return block * BLOCK_CELLS + cell < length; }
     DEVICE u64 page(int cell) const { return pages[Pages::page(block * BLOCK_CELLS + cell)]; }
 };
@@ -133,8 +134,12 @@ DEVICE void multiply_values(float (&acc)[LANE_VALUES], const u32 (&p)[4][4], u32
 }
 
 // The warp's first token in the tile; the lane's first row of the warp's 16.
-DEVICE int warp_token() { return not_kept(threadIdx.x) / 32 * PART_TOKENS; }
-DEVICE int warp_row() { return (not_kept(threadIdx.x) & 31) >> 2; }
+DEVICE int warp_token() {
+    return not_kept(threadIdx.x) / 32 * PART_TOKENS;
+}
+DEVICE int warp_row() {
+    return (not_kept(threadIdx.x) & 31) >> 2;
+}
 
 DEVICE void attend_by_warps(const PrefillArguments& arguments) {
     using Fold = Folds<SharedLayout>;
@@ -169,11 +174,14 @@ DEVICE void attend_by_warps(const PrefillArguments& arguments) {
         __syncthreads();
         if (takes_part) multiply_keys(s, warp_queries(), keys);
         __syncthreads();
-        if (block + 1 < num_blocks) bring<K_PLANE, false>(keys, arguments, block + 1);
-        else async_commit();
+        if (block + 1 < num_blocks)
+            bring<K_PLANE, false>(keys, arguments, block + 1);
+        else
+            async_commit();
         if (takes_part) {
             if ((block + 1) * BLOCK_CELLS > first_length) {
-                const int row = warp_row(), length[2] = {first_length + row / GROUP_HEADS, first_length + (row + 8) / GROUP_HEADS};
+                const int row = warp_row(),
+                          length[2] = {first_length + row / GROUP_HEADS, first_length + (row + 8) / GROUP_HEADS};
                 mask_tiles<V_PLANE, BLOCK_TILES>(s, 0, block * BLOCK_CELLS, length);
             }
             if (softmax_block(s, part, factor, p)) {
@@ -185,8 +193,10 @@ DEVICE void attend_by_warps(const PrefillArguments& arguments) {
         __syncthreads();
         if (takes_part) multiply_values(acc, p, values);
         __syncthreads();
-        if (block + 1 < num_blocks) bring<V_PLANE, true>(values, arguments, block + 1);
-        else async_commit();
+        if (block + 1 < num_blocks)
+            bring<V_PLANE, true>(values, arguments, block + 1);
+        else
+            async_commit();
         if (takes_part && (is_last || ends_sub_split(block))) {
             FoldStep step[2];
             Fold::close_sub_split(part, step);

@@ -91,7 +91,9 @@ DEVICE void copy_plane(u32 tile, const u64* pages, u64 codes, int block, int len
 }
 
 // ---- folds ----------------------------------------------------------------------------------------------------------
-DEVICE bool ends_sub_split(int block) { return block < 16 || (block < 64 ? (block & 1) == 1 : (block & 3) == 3); }
+DEVICE bool ends_sub_split(int block) {
+    return block < 16 || (block < 64 ? (block & 1) == 1 : (block & 3) == 3);
+}
 
 DEVICE void clear(float (&values)[LANE_VALUES]) {
 #pragma unroll
@@ -120,8 +122,8 @@ struct Folds {
         store(outer(), none);
         clear(total);
     }
-    // The end of a sub-split: its maxima and sums go to the group's, `step` says how its values will (`fold_values`), and
-    // the next one begins.
+    // The end of a sub-split: its maxima and sums go to the group's, `step` says how its values will (`fold_values`),
+    // and the next one begins.
     DEVICE static void close_sub_split(RowState& part, FoldStep (&step)[2]) {
         RowState rows = load(group());
         part.sum[0] = quad_sum(part.sum[0]);
@@ -134,7 +136,8 @@ struct Folds {
     DEVICE static void close_group(float (&total)[LANE_VALUES]) {
         store(outer(), add_group(total));
 #pragma unroll
-        for (int i = 0; i < LANE_VALUES; i += 4) store_shared_float4(values() + i * 4 * Shared::FOLD_THREADS, total + i);
+        for (int i = 0; i < LANE_VALUES; i += 4)
+            store_shared_float4(values() + i * 4 * Shared::FOLD_THREADS, total + i);
         RowState none;
         none.clear();
         store(group(), none);
@@ -148,7 +151,7 @@ struct Folds {
         for (int i = 0; i < LANE_VALUES; i++) total[i] = __fmul_rn(total[i], inverse[(i >> 1) & 1]);
     }
 
-   private:
+  private:
     DEVICE static u32 values() { return Shared::base() + Shared::FOLD + Shared::fold_thread() * 16; }
     DEVICE static u32 group() {
         const u32 thread = Shared::fold_thread(), row = thread / 32 * 16 + thread % 32 / 4;
@@ -198,8 +201,9 @@ struct Folds {
     }
 };
 
-// ---- queries and results ----------------------------------------------------------------------------------------------
-// Positions `position` and + 1 of a query, in the order of K's rows.
+// ---- queries and results
+// ---------------------------------------------------------------------------------------------- Positions `position`
+// and + 1 of a query, in the order of K's rows.
 DEVICE u32 query_pair(const u16* query, int position) {
     const int first = key_position_dimension<K_PLANE, HEAD_DIM>(position);
     if (K_PLANE == PLANE_F16) return *(const u32*)(query + first);
@@ -266,7 +270,8 @@ DEVICE void store_results(float (&values)[LANE_VALUES], const PrefillArguments& 
             }
             const int k = rows.head[i] * HEAD_DIM + 8 * n + 2 * t;
             if (rows.valid[i])
-                *(u32*)(arguments.activation + activation_index<ACTIVATION_LAYOUT>(row, k, NUM_HEADS * HEAD_DIM)) = pair;
+                *(u32*)(arguments.activation + activation_index<ACTIVATION_LAYOUT>(row, k, NUM_HEADS * HEAD_DIM)) =
+                    pair;
         }
     }
 }
