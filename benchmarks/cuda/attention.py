@@ -36,7 +36,7 @@ SECOND_LEVEL_CACHE = 60e6
 RINGS = tuple(
     DecodeRing(*stages, resident, padding)
     for stages in ((1, 1), (2, 1), (2, 2))
-    for resident in (4, 6, 8, 10, 12)
+    for resident in (4, 8, 12)
     for padding in (0, 32)
 )
 RING_PARAMETERS = ("K_STAGES", "V_STAGES", "RESIDENT", "VALUE_PADDING")

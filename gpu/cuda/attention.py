@@ -22,14 +22,18 @@ GROUP_BLOCKS: Final = 64
 PRODUCT_ROWS: Final = 16
 """Rows of the kernel's products: query rows of a tile times query heads of a KV head."""
 
-_WARPS: Final = 4
+_WARP: Final = 32
 _PIECE: Final = 16
-_MAX_STAGES: Final = 3
-_MAX_RESIDENT: Final = 4
+_QUERY_TILE: Final = 8
+"""Columns of the kernel's products."""
+
+_VALUE_PADDING: Final = 32
+_STAGES: Final = ((2, 2), (2, 1), (1, 1))
+"""Blocks of K and of V that a CTA has in shared memory, the preferred ones first."""
+
 _RESERVED_BYTES: Final = 1 << 10
 """Shared memory that the system takes for each CTA."""
 
-_EXCHANGE_BYTES: Final = _WARPS * 32 * (16 + 8) + PRODUCT_ROWS * (_WARPS * 4 + 8)
 _BARRIER_BYTES: Final = 8
 _MAX_FOLD_WARPS: Final = 16
 _START_BLOCKS: Final = 1.5
@@ -38,25 +42,27 @@ _START_BLOCKS: Final = 1.5
 _P, _I32 = Arg.POINTER, Arg.I32
 
 
-def _decode_sample(head_dim: int, heads: int, kv_heads: int, k: int, v: int, page_size: int = 64) -> dict[str, int]:
+def _decode_sample(
+    head_dim: int, heads: int, kv_heads: int, k: int, v: int, page_size: int = 64, query_tiles: int = 1
+) -> dict[str, int]:
     shape = {"HEAD_DIM": head_dim, "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "PAGE_SIZE": page_size}
-    ring = {"STAGES": 3, "SHARED_BYTES": 102 << 10, "RESIDENT": 2} if k == 0 or v == 0 else {}
-    ring = ring or {"STAGES": 3, "SHARED_BYTES": 64 << 10, "RESIDENT": 3}
-    return {**shape, "K_PLANE": k, "V_PLANE": v, **ring}
+    ring = {"K_STAGES": 2, "V_STAGES": 1, "VALUE_PADDING": _VALUE_PADDING, "SHARED_BYTES": 57 << 10, "RESIDENT": 4}
+    return {**shape, "K_PLANE": k, "V_PLANE": v, "QUERY_TILES": query_tiles, **ring}
 
 
 DECODE: Final = KernelSource(
     "attention_decode.cu",
     (KernelEntry("attention_decode", (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32, _I32)),),
     parameters=(
-        "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "STAGES", "SHARED_BYTES",
-        "RESIDENT",
+        "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "QUERY_TILES", "K_STAGES",
+        "V_STAGES", "VALUE_PADDING", "SHARED_BYTES", "RESIDENT",
     ),
     samples=(
         *(_decode_sample(128, 32, 8, k, v) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
         *(_decode_sample(64, 9, 3, k, v, 16) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
         _decode_sample(128, 8, 1, 0, 2, 128),
-        _decode_sample(64, 15, 3, 2, 0, 32),
+        _decode_sample(64, 15, 3, 2, 0, 32, query_tiles=2),
+        _decode_sample(128, 32, 8, 1, 2, query_tiles=2),
     ),
 )  # fmt: skip
 FOLD: Final = KernelSource(
@@ -75,12 +81,14 @@ SOURCES: Final = (DECODE, FOLD)
 class DecodePlan:
     """A launch of decode attention, fixed when a step is captured; it serves every step with at most its sizes.
 
-    chunks: CTAs that share a tile and KV head. max_splits: sub-splits of max_length cells. unsettled: rows that one
+    query_tiles: 8-column tiles of the kernel's products, for tile_rows rows of a tile. chunks: CTAs that share a tile
+    and KV head. max_splits: sub-splits of max_length cells. unsettled: rows that one
     sequence may have in the step beside a tile's. scratch_rows: of the step, or tile_stride for each tile if not 0.
     """
 
     num_tiles: int
     tile_rows: int
+    query_tiles: int
     chunks: int
     max_splits: int
     fold_warps: int
@@ -91,16 +99,24 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRing:
-    """Free parameters of the decode kernel. stages: blocks that are loaded or in use. resident: CTAs on a processor."""
+    """Free parameters of the decode kernel.
 
-    stages: int
+    k_stages, v_stages: blocks of a plane that are loaded or in use. resident: CTAs on a processor. value_padding: bytes
+    after each 16 cells of quantized V in shared memory.
+    """
+
+    k_stages: int
+    v_stages: int
     resident: int
+    value_padding: int = _VALUE_PADDING
 
-    def shared_bytes(self, layout: KVLayout) -> int:
+    def shared_bytes(self, layout: KVLayout, query_tiles: int) -> int:
         """Shared memory of a CTA."""
-        stage = _stage_bytes(layout.k_format, layout.head_dim, is_v=False)
-        stage += _stage_bytes(layout.v_format, layout.head_dim, is_v=True)
-        return self.stages * (stage + _BARRIER_BYTES) + _EXCHANGE_BYTES
+        padding = self.value_padding if layout.v_format.group_size else 0
+        k_slot = BLOCK_CELLS * _cell_bytes(layout.k_format, layout.head_dim)
+        v_slot = BLOCK_CELLS * _cell_bytes(layout.v_format, layout.head_dim) + BLOCK_CELLS // _PIECE * padding
+        fold = query_tiles * _QUERY_TILE * layout.head_dim * 4
+        return self.k_stages * (k_slot + _BARRIER_BYTES) + self.v_stages * (v_slot + _BARRIER_BYTES) + fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +158,10 @@ class DecodeAttention:
         self._library = library
         self._num_processors = num_processors
         self._levels = dict.fromkeys(without, 1)
-        self._ring = ring or choose_ring(layout, shared_bytes(library.arch))
-        self._shared = self._ring.shared_bytes(layout)
+        limit = shared_bytes(library.arch)
+        self._rings = {
+            tiles: ring or choose_ring(layout, limit, tiles) for tiles in range(1, PRODUCT_ROWS // _QUERY_TILE + 1)
+        }
 
     def plan(self, num_rows: int, num_tiles: int, max_length: int, tile_rows: int = 0) -> DecodePlan:
         """The launch for steps of up to num_rows rows in num_tiles tiles over up to max_length cells.
@@ -156,13 +174,15 @@ class DecodeAttention:
         blocks = _ceil_div(max_length, BLOCK_CELLS)
         pairs = num_tiles * self.layout.num_kv_heads
         most_rows = min(tile_rows or self.tile_rows, num_rows)
+        query_tiles = _ceil_div(most_rows * (self.num_heads // self.layout.num_kv_heads), _QUERY_TILE)
         if num_rows * self.num_heads * num_sub_splits(max_length) >= 1 << 31:
             raise PlanError("attention.max_length", max_length, f"too many sub-splits for {num_rows} rows")
         by_tile = num_tiles * most_rows < num_rows
         return DecodePlan(
             num_tiles=num_tiles,
             tile_rows=most_rows,
-            chunks=choose_chunks(pairs, blocks, self._num_processors, resident=self._ring.resident),
+            query_tiles=query_tiles,
+            chunks=choose_chunks(pairs, blocks, self._num_processors, resident=self._rings[query_tiles].resident),
             max_splits=num_sub_splits(max_length),
             fold_warps=min(_MAX_FOLD_WARPS, _ceil_div(blocks, GROUP_BLOCKS)),
             unsettled=num_rows - 1,
@@ -203,8 +223,9 @@ class DecodeAttention:
             tables.max_pages, plan.max_splits, plan.tile_stride, plan.unsettled,
         )  # fmt: skip
         grid = (plan.chunks, self.layout.num_kv_heads, plan.num_tiles)
-        kernel = self._library.get(DECODE, "attention_decode", self.decode_variant())
-        kernel.launch(stream, grid, 32 * _WARPS, arguments, self._shared)
+        kernel = self._library.get(DECODE, "attention_decode", self.decode_variant(plan.query_tiles))
+        shared = self._rings[plan.query_tiles].shared_bytes(self.layout, plan.query_tiles)
+        kernel.launch(stream, grid, _WARP, arguments, shared)
 
     def fold(
         self,
@@ -228,8 +249,9 @@ class DecodeAttention:
     def _partials_bytes(self, plan: DecodePlan) -> int:
         return plan.scratch_rows * self.num_heads * plan.max_splits * self.layout.head_dim * 4
 
-    def decode_variant(self) -> dict[str, int]:
+    def decode_variant(self, query_tiles: int) -> dict[str, int]:
         """Parameters of the decode kernel."""
+        ring = self._rings[query_tiles]
         return {
             "HEAD_DIM": self.layout.head_dim,
             "NUM_HEADS": self.num_heads,
@@ -237,9 +259,12 @@ class DecodeAttention:
             "PAGE_SIZE": self.layout.page_size,
             "K_PLANE": self.layout.k_format.kernel_id,
             "V_PLANE": self.layout.v_format.kernel_id,
-            "STAGES": self._ring.stages,
-            "SHARED_BYTES": self._shared,
-            "RESIDENT": self._ring.resident,
+            "QUERY_TILES": query_tiles,
+            "K_STAGES": ring.k_stages,
+            "V_STAGES": ring.v_stages,
+            "VALUE_PADDING": ring.value_padding,
+            "SHARED_BYTES": ring.shared_bytes(self.layout, query_tiles),
+            "RESIDENT": ring.resident,
             **self._levels,
         }
 
@@ -278,21 +303,22 @@ def choose_chunks(pairs: int, blocks: int, num_processors: int, *, resident: int
     return min(range(1, most + 1), key=estimate)
 
 
-def choose_ring(layout: KVLayout, limit: int) -> DecodeRing:
-    """The most stages that fit, then the most CTAs; limit: shared memory of a CTA."""
-    stages = _MAX_STAGES
-    while stages > 1 and DecodeRing(stages, 1).shared_bytes(layout) > limit:
-        stages -= 1
-    resident = (limit + _RESERVED_BYTES) // (DecodeRing(stages, 1).shared_bytes(layout) + _RESERVED_BYTES)
-    return DecodeRing(stages, max(1, min(_MAX_RESIDENT, resident)))
+def choose_ring(layout: KVLayout, limit: int, query_tiles: int) -> DecodeRing:
+    """The most stages that leave room for 8 CTAs, else for 4, 2 or 1; limit: shared memory of a CTA.
+
+    CTAs are warps: multiples of 4 keep all four schedulers of a processor equally busy.
+    """
+    for least in (8, 4, 2, 1):
+        for k_stages, v_stages in _STAGES:
+            size = DecodeRing(k_stages, v_stages, least).shared_bytes(layout, query_tiles) + _RESERVED_BYTES
+            if least * size <= limit + _RESERVED_BYTES:
+                return DecodeRing(k_stages, v_stages, least)
+    raise LayoutError("head_dim", layout.head_dim, f"a block of cells does not fit into {limit} bytes of shared memory")
 
 
 def _ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def _stage_bytes(plane: PlaneFormat, head_dim: int, *, is_v: bool) -> int:
-    """A plane's part of a stage; pieces of quantized V are padded by what a warp reads of a row."""
-    row = plane.code_bytes(head_dim) + plane.scale_bytes(head_dim)
-    padding = max(16, plane.code_bytes(head_dim) // _WARPS) if is_v and plane.group_size else 0
-    return BLOCK_CELLS * row + BLOCK_CELLS // _PIECE * padding
+def _cell_bytes(plane: PlaneFormat, head_dim: int) -> int:
+    return plane.code_bytes(head_dim) + plane.scale_bytes(head_dim)

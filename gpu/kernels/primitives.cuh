@@ -206,6 +206,19 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], u32 a) {
     }
 #endif
 }
+// Transposes an 8 x 8 matrix of 16-bit values: lane 4 g + t gives (row g, columns 2t, 2t + 1) and gets (rows 2t, 2t + 1,
+// column g).
+DEVICE u32 transpose_matrix(u32 v) {
+    u32 r;
+#if HAS_MMA
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+#else
+    const int lane = threadIdx.x & 31, source = 8 * (lane & 3) + (lane >> 3), shift = (lane >> 2 & 1) * 16;
+    const u32 even = __shfl_sync(FULL_WARP, v, source) >> shift, odd = __shfl_sync(FULL_WARP, v, source + 4) >> shift;
+    r = (even & 0xffffu) | (odd << 16);
+#endif
+    return r;
+}
 // Read-once data, 16 bytes: stays out of the first-level cache.
 DEVICE uint4 load_streaming(const void* p) {
     uint4 v;
@@ -287,6 +300,11 @@ DEVICE u32 subtract_half2(u32 a, u32 b) {
 DEVICE u32 multiply_half2(u32 a, u32 b) {
     u32 r;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 // Differences of small whole numbers: exact, so any way to compute them gives the same bits.

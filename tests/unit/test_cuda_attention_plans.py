@@ -54,12 +54,14 @@ def test_one_long_sequence_fills_the_device_and_many_do_not_split_further() -> N
 
 @pytest.mark.parametrize("kv_format", CACHE_FORMATS)
 @pytest.mark.parametrize("limit_kib", [64, 96, 99, 163, 227])
-def test_rings_fit_into_shared_memory(kv_format: str, limit_kib: int) -> None:
+@pytest.mark.parametrize("query_tiles", [1, 2])
+def test_rings_fit_into_shared_memory(kv_format: str, limit_kib: int, query_tiles: int) -> None:
     chosen = CACHE_FORMATS[kv_format]
     layout = KVLayout(2, 8, 128, 64, chosen.k, chosen.v)
-    ring = choose_ring(layout, limit_kib << 10)
-    assert ring.shared_bytes(layout) <= limit_kib << 10
-    assert ring.resident * (ring.shared_bytes(layout) + 1024) <= (limit_kib + 1) << 10
+    ring = choose_ring(layout, limit_kib << 10, query_tiles)
+    size = ring.shared_bytes(layout, query_tiles)
+    assert size <= limit_kib << 10
+    assert ring.resident * (size + 1024) <= (limit_kib + 1) << 10
 
 
 def test_scratch_has_rows_of_the_step_or_of_the_tiles_whichever_are_fewer() -> None:
@@ -69,6 +71,13 @@ def test_scratch_has_rows_of_the_step_or_of_the_tiles_whichever_are_fewer() -> N
     assert attention.scratch_bytes(decode) == 32 * 32 * 40 * (128 + 2) * 4
     mixed = attention.plan(2048, 3, 4096)
     assert (mixed.scratch_rows, mixed.tile_stride) == (12, 4)
+
+
+def test_columns_of_the_products_hold_the_rows_of_a_tile() -> None:
+    attention = _attention()
+    assert [attention.plan(rows, 1, 4096).query_tiles for rows in (1, 2, 3, 4, 9)] == [1, 1, 2, 2, 2]
+    assert attention.plan(64, 64, 4096, tile_rows=1).query_tiles == 1
+    assert _attention(num_heads=64).plan(2, 1, 4096).query_tiles == 2
 
 
 def test_sizes_that_kernels_do_not_take_are_refused() -> None:
@@ -84,7 +93,8 @@ def test_sizes_that_kernels_do_not_take_are_refused() -> None:
 
 @pytest.mark.parametrize("kv_format", CACHE_FORMATS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_chosen_rings_leave_enough_registers(kv_format: str, arch: str) -> None:
-    variant = _attention(kv_format=kv_format, arch=arch).decode_variant()
+@pytest.mark.parametrize("query_tiles", [1, 2])
+def test_chosen_rings_leave_enough_registers(kv_format: str, arch: str, query_tiles: int) -> None:
+    variant = _attention(kv_format=kv_format, arch=arch).decode_variant(query_tiles)
     _, notes = ProgramCompiler(arch).compile_verbose(DECODE, variant)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in notes
