@@ -28,7 +28,7 @@ class _Digests:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def digest_of(self, page_index: int, token_ids: tuple[int, ...]) -> bytes:
+    def seal(self, page_index: int, token_ids: tuple[int, ...], own_numerics: bool) -> bytes:
         return hashlib.blake2b(f"{self.name} {page_index}".encode(), digest_size=16).digest()
 
 
