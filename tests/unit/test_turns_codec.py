@@ -108,5 +108,6 @@ def test_endings_are_terminal_events_of_their_state() -> None:
         "cancelled": TurnState.CANCELLED,
         "expired": TurnState.EXPIRED,
         "parent_failed": TurnState.FAILED,
+        "worker_gone": TurnState.FAILED,
         "crashed": TurnState.FAILED,
     }
