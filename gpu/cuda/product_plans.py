@@ -18,6 +18,9 @@ MAX_SKINNY_ROWS: Final = 64
 _SKINNY_THREADS: Final = 32 * SEGMENTS
 _ROW_GROUPS: Final = (1, 2, 3, 4, 6, 8)
 _MAX_WIDE_STAGES: Final = 10
+_EXCHANGED: Final = 24
+_PARTS_BYTES: Final = 2 * 16 * 272
+"""Sums that a lane of a SwiGLU block sends at a time; shared memory through which a warpgroup's other outputs go."""
 _PROCESSOR_BYTES: Final = 228 << 10
 _RESERVED_BYTES: Final = 1 << 10
 _ALIGNMENT: Final = 1 << 10
@@ -100,7 +103,8 @@ class WideShape:
     rows: int
     warpgroups: int
     unit_ns: int = field(compare=False)
-    """About how long a processor takes for a unit of its block, or of its two blocks."""
+    scaled_unit_ns: int = field(default=0, compare=False)
+    """About how long a processor takes for a unit of its block or two blocks: bf16, and weights with scales if any."""
 
     @property
     def ctas(self) -> int:
@@ -114,11 +118,12 @@ class WideShape:
 
 
 WIDE_SHAPES: Final = (
-    WideShape(192, 2, 640),
-    WideShape(96, 2, 400),
-    WideShape(64, 2, 350),
-    WideShape(64, 1, 350),
-    WideShape(32, 1, 260),
+    WideShape(192, 2, 560),
+    WideShape(176, 2, 520),
+    WideShape(96, 2, 400, 660),
+    WideShape(64, 2, 370, 630),
+    WideShape(64, 1, 330, 530),
+    WideShape(32, 1, 290, 465),
 )
 _MAX_SCALED_ROWS: Final = 96
 _BLOCK_NS: Final = 2500
@@ -126,27 +131,37 @@ _BLOCK_NS: Final = 2500
 
 
 def choose_skinny_shape(case: ProductCase, arch: str, num_processors: int) -> SkinnyShape:
-    """Two tiles a CTA where that leaves a CTA for nearly each processor; stages of about 4 KB a warp."""
+    """Two tiles a CTA where that leaves a CTA for nearly each processor; rings of about 64 KB a CTA."""
     has_mma = capability(arch) >= 80
     # Without tensor cores the kernel is bound by its arithmetic: rows in groups of 8 read the weights again.
     needed = -(-min(case.num_rows, MAX_SKINNY_ROWS) // 8) if has_mma else 1
     groups = next(groups for groups in _ROW_GROUPS if groups >= needed)
     pairs = num_tiles(case.num_outputs) // 2
-    enough = num_processors if groups == 1 else num_processors * 9 // 10
+    # Where a warp is busy with its weights, one tile in each of twice as many CTAs is better than an idle processor.
+    busy = groups == 1 or (case.storage is PackedStorage.INT8 and groups <= 4)
+    enough = num_processors if busy else num_processors * 9 // 10
     tiles = 2 if case.epilogue is Epilogue.SWIGLU or pairs >= enough else 1
     prefetch = (4 if groups == 1 else 2 if groups <= 4 else 1) if has_mma else 1
-    units = 2 // tiles
+    # Two long stages rather than three short ones: what they leave of shared memory takes the next kernel's CTAs.
+    units, stages = 2 // tiles, 3 if groups <= 2 else 2
     if case.storage is PackedStorage.INT8:
-        units = 2 if groups > 4 else 4 // tiles
+        units, stages = (1, 3) if groups > 4 else (4 // tiles, 2)
     elif case.storage is PackedStorage.INT4:
-        units = 2 if groups > 4 else 4
-        if groups > 6:
-            groups, tiles = (4, 2) if case.epilogue is Epilogue.SWIGLU else (8, 1)
+        whole = num_units(case.width) % (8 * SEGMENTS) == 0
+        units, stages = 4, 2
+        if groups > 4 and (groups <= 6 or arch != "sm_90a" or case.epilogue is Epilogue.SWIGLU):
+            units, stages = 2, 3
+            if groups > 6:
+                groups, tiles = (4, 2) if case.epilogue is Epilogue.SWIGLU else (8, 1)
+        elif tiles == 1:
+            units, stages = (8, 2) if whole else (4, 3)
     ctas = 2 if groups < 4 or (groups == 4 and case.storage is not PackedStorage.INT4) else 1
     tight = case.storage is PackedStorage.INT4 or (case.storage is PackedStorage.INT8 and arch != "sm_90a")
     if groups == 4 and tight:
         prefetch = 1  # dequantized fragments need registers too
-    return _fit_ring(case.storage, SkinnyShape(groups, tiles, units, 3, prefetch, ctas), arch)
+        if case.storage is PackedStorage.INT8 and tiles == 2:
+            units, stages = 1, 3
+    return _fit_ring(case.storage, SkinnyShape(groups, tiles, units, stages, prefetch, ctas), arch)
 
 
 def _fit_ring(storage: PackedStorage, shape: SkinnyShape, arch: str) -> SkinnyShape:
@@ -181,7 +196,7 @@ def choose_wide_shape(case: ProductCase, num_processors: int) -> WideShape:
 
     def estimate(shape: WideShape) -> int:
         waves = -(-_wide_blocks(case, shape) // (num_processors * shape.ctas))
-        return waves * (case.width // 64 * shape.unit_ns + _BLOCK_NS)
+        return waves * (case.width // 64 * (shape.scaled_unit_ns if scaled else shape.unit_ns) + _BLOCK_NS)
 
     scaled = case.storage is not PackedStorage.BF16
     return min((shape for shape in WIDE_SHAPES if not scaled or shape.rows <= _MAX_SCALED_ROWS), key=estimate)
@@ -226,8 +241,9 @@ def _wide_blocks(case: ProductCase, shape: WideShape) -> int:
 
 
 def _wide_stages(case: ProductCase, shape: WideShape) -> tuple[int, int]:
-    """Stages that fit, and the shared memory with them: alignment, stages with barriers, the exchange of SwiGLU."""
-    exchange = shape.tiles * shape.rows * 32 if case.epilogue is Epilogue.SWIGLU else 0
+    """Stages that fit, and the shared memory with them: alignment, stages with barriers, the epilogue's exchange."""
+    swiglu = case.epilogue is Epilogue.SWIGLU
+    exchange = shape.tiles * min(shape.rows // 4, _EXCHANGED) * 128 if swiglu else shape.warpgroups * _PARTS_BYTES
     stage = -(-(shape.rows * 128 + shape.tiles * case.storage.unit_bytes) // 1024) * 1024 + 16
     budget = _PROCESSOR_BYTES // shape.ctas - _RESERVED_BYTES - _ALIGNMENT - exchange
     stages = min(budget // stage, _MAX_WIDE_STAGES)
@@ -257,12 +273,12 @@ def _skinny_samples() -> tuple[dict[str, int], ...]:
 
 def _wide_samples() -> tuple[dict[str, int], ...]:
     """Each shape, with each epilogue where registers are scarce."""
-    picks = [(PackedStorage.BF16, epilogue, shape) for shape in WIDE_SHAPES[:1] for epilogue in Epilogue]
-    picks += [(PackedStorage.BF16, Epilogue.SWIGLU, shape) for shape in WIDE_SHAPES[1:]]
+    picks = [(PackedStorage.BF16, epilogue, shape) for shape in WIDE_SHAPES[:2] for epilogue in Epilogue]
+    picks += [(PackedStorage.BF16, Epilogue.SWIGLU, shape) for shape in WIDE_SHAPES[2:]]
     picks += [
         (storage, epilogue, shape)
         for storage in (PackedStorage.INT8, PackedStorage.INT4)
-        for epilogue, shape in ((Epilogue.ADD, WIDE_SHAPES[1]), (Epilogue.SWIGLU, WIDE_SHAPES[3]))
+        for epilogue, shape in ((Epilogue.ADD, WIDE_SHAPES[2]), (Epilogue.SWIGLU, WIDE_SHAPES[4]))
     ]
     cases = [(ProductCase(storage, epilogue, 4096, 28672, 4096), shape) for storage, epilogue, shape in picks]
     return tuple(_wide_parameters(case, shape, _wide_stages(case, shape)[0]) for case, shape in cases)

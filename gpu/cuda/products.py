@@ -1,7 +1,7 @@
 """Matrix products with packed weights: the launches, and packing.
 
 `product.cu` serves every architecture, 64 rows of activations a CTA, in FRAGMENT order. `product_wide.cu` needs the
-warpgroup products of sm_90a and TILE order; it takes many rows, and 17 to 64 rows of matrices with many outputs. Both
+warpgroup products of sm_90a and TILE order; it takes many rows, and 33 to 64 rows of matrices with many outputs. Both
 give the same bits.
 """
 
@@ -29,7 +29,7 @@ from gpu.cuda.product_plans import (
 from gpu.cuda.weight_packing import PackedStorage, PackedWeights, num_tiles, num_units
 from gpu.errors import PlanError
 
-_MIN_WIDE_ROWS: Final = 17
+_MIN_WIDE_ROWS: Final = 33
 _MIN_WIDE_OUTPUTS: Final = 16384
 """From how many outputs on few rows fill the processors with blocks of the wide form."""
 _PACK_WARPS: Final = 8

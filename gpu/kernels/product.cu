@@ -27,6 +27,19 @@ constexpr int UNROLLED_UNITS = STORAGE == WEIGHTS_BF16 || PREFETCH > 2 ? UNITS_P
 static_assert(2 * UNITS_PER_STAGE % PREFETCH == 0, "prefetched chunks keep their registers from stage to stage");
 static_assert(EPILOGUE != EPILOGUE_SWIGLU || TILES % 2 == 0, "a CTA holds gate and up tiles in pairs");
 
+// c = a b: multiply_bf16 from zero, without registers set to it.
+DEVICE void begin_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HAS_MMA
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+#else
+    c[0] = c[1] = c[2] = c[3] = 0.0f;
+    multiply_bf16(c, a0, a1, a2, a3, b0, b1);
+#endif
+}
+
 // A warp's stages in shared memory and the weights that go through them.
 struct WeightRing {
     const u8* source;   // first unit of the segment, first tile
@@ -148,14 +161,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
                     u32 a[2][4];
                     load_fragments<STORAGE>(unit, c, lane, a);
                     float(&target)[ROW_GROUPS][4] = STORAGE == WEIGHTS_BF16 ? sums[r] : chain[r];
-                    if (STORAGE != WEIGHTS_BF16 && c % chunks_per_scale<STORAGE>() == 0) {
-#pragma unroll
-                        for (int m = 0; m < ROW_GROUPS; m++)
-                            target[m][0] = target[m][1] = target[m][2] = target[m][3] = 0.0f;
-                    }
+                    const bool begins = STORAGE != WEIGHTS_BF16 && c % chunks_per_scale<STORAGE>() == 0;
 #pragma unroll
                     for (int m = 0; m < ROW_GROUPS; m++)
-                        multiply_bf16(target[m], a[0][0], a[0][1], a[0][2], a[0][3], x[m].x, x[m].y);
+                        if (begins)
+                            begin_bf16(target[m], a[0][0], a[0][1], a[0][2], a[0][3], x[m].x, x[m].y);
+                        else
+                            multiply_bf16(target[m], a[0][0], a[0][1], a[0][2], a[0][3], x[m].x, x[m].y);
 #pragma unroll
                     for (int m = 0; m < ROW_GROUPS; m++)
                         multiply_bf16(target[m], a[1][0], a[1][1], a[1][2], a[1][3], x[m].z, x[m].w);
@@ -180,6 +192,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
     // Partial sums: [segment][tile][group][lane] float4, over the rings, which are empty now.
     constexpr int FRAGMENTS = TILES * ROW_GROUPS * 32;
     const u32 partials = shared_address(shared);
+    // Calls `put` for each output of a fragment: rows 2t, 2t + 1 of a group, outputs g, g + 8 of a tile.
+    auto for_outputs = [&](int fragment, auto put) {
+        const int tile = fragment / (ROW_GROUPS * 32), within = fragment % (ROW_GROUPS * 32);
+        const int row = first_row + within / 32 * 8 + (within & 3) * 2;
+        const int n = (first_tile + tile) * WEIGHT_TILE_ROWS + ((within & 31) >> 2);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (row + j < num_rows && n + 8 * h < num_outputs) put(row + j, n + 8 * h, j, h);
+    };
+    // What the sums are added to is on its way while they meet.
+    constexpr bool READS_EARLY = EPILOGUE == EPILOGUE_ADD && FRAGMENTS <= WARPS * 32;
+    float old[2][2] = {};
+    if (READS_EARLY && threadIdx.x < FRAGMENTS)
+        for_outputs(threadIdx.x, [&](int row, int n, int j, int h) {
+            old[j][h] = ((const float*)output)[(size_t)row * num_outputs + n];
+        });
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < TILES; r++)
@@ -219,17 +249,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
     } else {
         float* const target = (float*)output;
         for (int i = threadIdx.x; i < FRAGMENTS; i += WARPS * 32) {
-            const int tile = i / (ROW_GROUPS * 32), within = i % (ROW_GROUPS * 32);
             const float4 sum = total(i);
-            const int row = first_row + within / 32 * 8 + (within & 3) * 2;
-            const int n = (first_tile + tile) * WEIGHT_TILE_ROWS + ((within & 31) >> 2);
             const float values[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-                    if (row + j < num_rows && n + 8 * h < num_outputs)
-                        put_output<EPILOGUE>(target, bias, row + j, n + 8 * h, num_outputs, values[j][h]);
+            for_outputs(i, [&](int row, int n, int j, int h) {
+                if constexpr (READS_EARLY)
+                    target[(size_t)row * num_outputs + n] = __fadd_rn(old[j][h], values[j][h]);
+                else
+                    put_output<EPILOGUE>(target, bias, row, n, num_outputs, values[j][h]);
+            });
         }
     }
 }

@@ -21,7 +21,14 @@ from gpu.cuda.weight_packing import PackedStorage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROCESSORS = 132
-CASES = ((Epilogue.STORE, 1, 960, 576), (Epilogue.SWIGLU, 32, 28672, 4096), (Epilogue.ADD, 64, 4096, 14336))
+CASES = (
+    (Epilogue.STORE, 1, 960, 576),
+    (Epilogue.SWIGLU, 1, 28672, 4096),
+    (Epilogue.ADD, 1, 4096, 4096),
+    (Epilogue.SWIGLU, 32, 28672, 4096),
+    (Epilogue.ADD, 32, 4096, 14336),
+    (Epilogue.ADD, 64, 4096, 14336),
+)
 
 
 def assert_compiles_cleanly(plan: ProductPlan, arch: str) -> None:
