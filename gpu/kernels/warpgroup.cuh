@@ -11,14 +11,19 @@
 #include "primitives.cuh"
 
 #if HAS_WGMMA
-DEVICE void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void warpgroup_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+DEVICE void warpgroup_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Waits until at most PENDING committed groups are unfinished; groups finish in order.
 template <int PENDING>
 DEVICE void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Registers of finished products: whatever reads them stays behind this, whatever the next product starts from before it.
+// Registers of finished products: whatever reads them stays behind this, whatever the next product starts from before
+// it.
 template <int COUNT>
 DEVICE void pin_registers(float (&c)[COUNT]) {
 #pragma unroll
@@ -39,9 +44,11 @@ DEVICE void raise_registers() {
 DEVICE u64 descriptor_k_major(u32 address) {
     return 0x4000000000000000ull | ((u64)(1024 >> 4) << 32) | (1ull << 16) | ((address >> 4) & 0x3fff);
 }
-// Columns along the 128 bytes (k16 = 16 rows = 2048 bytes further); the next 64 columns lie `next_columns` bytes further.
+// Columns along the 128 bytes (k16 = 16 rows = 2048 bytes further); the next 64 columns lie `next_columns` bytes
+// further.
 DEVICE u64 descriptor_column_major(u32 address, u32 next_columns) {
-    return 0x4000000000000000ull | ((u64)(1024 >> 4) << 32) | ((u64)(next_columns >> 4) << 16) | ((address >> 4) & 0x3fff);
+    return 0x4000000000000000ull | ((u64)(1024 >> 4) << 32) | ((u64)(next_columns >> 4) << 16) |
+           ((address >> 4) & 0x3fff);
 }
 
 // The same tile `bytes` further on: only the low word changes.
@@ -50,26 +57,27 @@ DEVICE u64 descriptor_at(u64 descriptor, u32 bytes) {
 }
 
 // Operand lists of the inline assembly. COUNT accumulators come first, the inputs after them.
-#define WGMMA_TEXT_32                                                                                               \
+#define WGMMA_TEXT_32                                                                                                \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
     "%30,%31"
-#define WGMMA_TEXT_64                                                                                                \
-    WGMMA_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
-                  "%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_TEXT_64                                                                                       \
+    WGMMA_TEXT_32                                                                                           \
+        ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
+        "%56,%57,%58,%59,%60,%61,%62,%63"
 #define WGMMA_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define WGMMA_TEXT_48 \
-    WGMMA_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define WGMMA_TEXT_88                                                                                                \
-    WGMMA_TEXT_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,"                      \
-                  "%84,%85,%86,%87"
-#define WGMMA_TEXT_96                                                                                                \
-    WGMMA_TEXT_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,"                      \
-                  "%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA_LIST_8(c, i)                                                                                     \
+#define WGMMA_TEXT_48 WGMMA_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define WGMMA_TEXT_88                                                                       \
+    WGMMA_TEXT_64                                                                           \
+        ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83," \
+        "%84,%85,%86,%87"
+#define WGMMA_TEXT_96                                                                       \
+    WGMMA_TEXT_64                                                                           \
+        ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83," \
+        "%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_LIST_8(c, i)                                                                                  \
     "+f"((c)[i]), "+f"((c)[i + 1]), "+f"((c)[i + 2]), "+f"((c)[i + 3]), "+f"((c)[i + 4]), "+f"((c)[i + 5]), \
         "+f"((c)[i + 6]), "+f"((c)[i + 7])
-#define WGMMA_LIST_32(c, i) \
-    WGMMA_LIST_8(c, i), WGMMA_LIST_8(c, i + 8), WGMMA_LIST_8(c, i + 16), WGMMA_LIST_8(c, i + 24)
+#define WGMMA_LIST_32(c, i) WGMMA_LIST_8(c, i), WGMMA_LIST_8(c, i + 8), WGMMA_LIST_8(c, i + 16), WGMMA_LIST_8(c, i + 24)
 #define WGMMA_LIST_16(c, i) WGMMA_LIST_8(c, i), WGMMA_LIST_8(c, i + 8)
 #define WGMMA_LIST_48(c) WGMMA_LIST_32(c, 0), WGMMA_LIST_16(c, 32)
 #define WGMMA_LIST_64(c) WGMMA_LIST_32(c, 0), WGMMA_LIST_32(c, 32)
@@ -77,16 +85,16 @@ DEVICE u64 descriptor_at(u64 descriptor, u32 bytes) {
 #define WGMMA_LIST_96(c) WGMMA_LIST_64(c), WGMMA_LIST_32(c, 64)
 
 // c = a b, or c += a b when `accumulate`. Left operand in four registers.
-#define WGMMA_REGISTERS(SHAPE, TRANSPOSED, TEXT, LIST, N0, N1, N2, N3, N4, N5)                                       \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #N5 ", 0;\nwgmma.mma_async.sync.aligned." SHAPE                \
-                 " {" TEXT "}, {%" #N0 ",%" #N1 ",%" #N2 ",%" #N3 "}, %" #N4 ", p, 1, 1, " #TRANSPOSED ";\n}"        \
-                 : LIST                                                                                              \
+#define WGMMA_REGISTERS(SHAPE, TRANSPOSED, TEXT, LIST, N0, N1, N2, N3, N4, N5)                                  \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #N5 ", 0;\nwgmma.mma_async.sync.aligned." SHAPE " {" TEXT \
+                 "}, {%" #N0 ",%" #N1 ",%" #N2 ",%" #N3 "}, %" #N4 ", p, 1, 1, " #TRANSPOSED ";\n}"             \
+                 : LIST                                                                                         \
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate))
 // Left operand in shared memory, k along the 128 bytes.
-#define WGMMA_SHARED(SHAPE, TRANSPOSED, TEXT, LIST, N0, N1, N2)                                                      \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #N2 ", 0;\nwgmma.mma_async.sync.aligned." SHAPE                \
-                 " {" TEXT "}, %" #N0 ", %" #N1 ", p, 1, 1, 0, " #TRANSPOSED ";\n}"                                  \
-                 : LIST                                                                                              \
+#define WGMMA_SHARED(SHAPE, TRANSPOSED, TEXT, LIST, N0, N1, N2)                                                 \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #N2 ", 0;\nwgmma.mma_async.sync.aligned." SHAPE " {" TEXT \
+                 "}, %" #N0 ", %" #N1 ", p, 1, 1, 0, " #TRANSPOSED ";\n}"                                       \
+                 : LIST                                                                                         \
                  : "l"(a), "l"(b), "r"(accumulate))
 
 // f16, 64 columns, b with k along its rows of 128 bytes.
