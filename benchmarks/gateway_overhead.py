@@ -3,9 +3,9 @@
     python -m benchmarks.gateway_overhead [MODEL] [--pairs 100] [--threads 1 2]
 
 Pairs: a streamed chat over HTTP through gateway, Celery and a worker process, and the same prompt submitted to an
-engine thread in this process; which of the two goes first alternates. Every prompt is new, so nothing is reused. The
-difference is what the way costs. The client is the standard library's, so that a client library's own work is not
-counted.
+engine thread in this process; which of the two goes first alternates, and each begins after a short pause, so that
+neither waits for what the one before leaves to do. Every prompt is new, so nothing is reused. The difference is what
+the way costs. The client is the standard library's, so that a client library's own work is not counted.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from workers.settings import WorkerSettings, default_model_path
 
 MAX_TOKENS = 4
 WARM_UP_PAIRS = 10
+PAUSE_S = 0.05
 
 
 def main() -> None:
@@ -91,6 +92,7 @@ class DirectEngine:
         """Seconds from submitting a prompt to its first token; the reply is drawn to its end."""
         prompt = self._prompts.build([{"role": "user", "content": text}], template_time=0).ids
         sampling = SamplingParams(0.0)
+        time.sleep(PAUSE_S)
         begun = time.perf_counter()
         request = EngineRequest("bench", prompt, (), sampling, MAX_TOKENS, frozenset(), 0, 0)
         turn = EngineTurn(request, self._pages(), self._release)
@@ -122,6 +124,7 @@ def _over_http(client: http.client.HTTPConnection, text: str) -> float:
     """Seconds from sending a streamed chat request to its first piece of text; the reply is read to its end."""
     body = {"model": "bench", "stream": True, "temperature": 0, "max_tokens": MAX_TOKENS}
     body |= {"messages": [{"role": "user", "content": text}]}
+    time.sleep(PAUSE_S)
     begun = time.perf_counter()
     first = 0.0
     client.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})

@@ -134,6 +134,8 @@ class _WorkerProcess:
         return TurnControl(connect(self.settings.control_url))
 
     def start(self, app: Celery) -> None:
+        # A line for every message before its turn runs would delay the first token; the one at its end stays.
+        logging.getLogger("celery.worker.strategy").setLevel(logging.WARNING)
         self._service = self._start_service(self.settings)
         if not app.amqp.queues._consume_from:
             app.amqp.queues.select([model_queue(self._service.model_name), worker_queue(self.settings.worker_id)])

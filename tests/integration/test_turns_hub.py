@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Coroutine
@@ -51,6 +52,20 @@ def test_hub_gives_all_events_in_order_to_the_terminal_one(
             return await reading
 
     assert run(story()) == [0, 1, 2, 3]
+
+
+def test_hub_wakes_its_reader_once_for_subscriptions_that_come_together(
+    control_server: ValkeyServer, control: TurnControl
+) -> None:
+    async def story() -> None:
+        async with AsyncEventHub(control_server.url) as hub, contextlib.AsyncExitStack() as stack:
+            for n in range(20):
+                await stack.enter_async_context(hub.subscribe(f"t{n}"))
+            await asyncio.sleep(0.1)
+            [key] = control.client.keys("kvalet:-:hub:*")
+            assert control.client.xinfo_stream(key)["entries-added"] == 1
+
+    run(story())
 
 
 @pytest.mark.parametrize("after", [-1, 0, 1, 2])

@@ -25,6 +25,8 @@ READ_ENTRIES = 64
 MAX_BUFFERED_EVENTS = 4096
 RECONNECT_PAUSE_S = 0.2
 CLOSE_PATIENCE_S = 0.5
+# New subscriptions share a wake-up: a turn says nothing in its first milliseconds, which belong to its worker.
+GATHER_S = 0.003
 
 
 class Subscription:
@@ -126,6 +128,8 @@ class AsyncEventHub:
         self._subscriptions: dict[str, list[Subscription]] = {}
         self._down_since: float | None = None
         self._task: asyncio.Task[None] | None = None
+        self._wake_planned = False
+        self._wakers: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def __aenter__(self) -> AsyncEventHub:
@@ -144,6 +148,9 @@ class AsyncEventHub:
         # A cancelled read leaves its reply in the socket: the connection must not be used again.
         await self._reader.connection_pool.disconnect()
         await self._reader.aclose()
+        for waker in self._wakers:
+            waker.cancel()
+        await asyncio.gather(*self._wakers, return_exceptions=True)
         await self._waker.aclose()
 
     @contextlib.asynccontextmanager
@@ -155,7 +162,7 @@ class AsyncEventHub:
         subscription = Subscription(self, turn_id, after)
         self._subscriptions.setdefault(turn_id, []).append(subscription)
         try:
-            await self.wake()
+            self._wake_soon()
             yield subscription
         finally:
             self.forget(subscription)
@@ -193,6 +200,19 @@ class AsyncEventHub:
         except (RedisError, OSError):
             # The reader notices the same outage, reconnects and then reads with all subscriptions.
             return
+
+    def _wake_soon(self) -> None:
+        if not self._wake_planned:
+            self._wake_planned = True
+            waker = asyncio.create_task(self._wake_later())
+            self._wakers.add(waker)
+            waker.add_done_callback(self._wakers.discard)
+
+    async def _wake_later(self) -> None:
+        await asyncio.sleep(GATHER_S)
+        # A subscription that comes from here on needs a wake-up of its own.
+        self._wake_planned = False
+        await self.wake()
 
     async def _run(self) -> None:
         while not self._closing:
