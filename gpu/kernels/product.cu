@@ -92,6 +92,20 @@ struct WeightRing {
 #endif
 };
 
+// Calls `put` for each output of a fragment: rows 2t, 2t + 1 of a group, outputs g, g + 8 of a tile. A function, since
+// older NVRTC compiles no lambda with a parameter of any type.
+template <typename Put>
+DEVICE void for_outputs(int fragment, int first_row, int first_tile, int num_rows, int num_outputs, Put put) {
+    const int tile = fragment / (ROW_GROUPS * 32), within = fragment % (ROW_GROUPS * 32);
+    const int row = first_row + within / 32 * 8 + (within & 3) * 2;
+    const int n = (first_tile + tile) * WEIGHT_TILE_ROWS + ((within & 31) >> 2);
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (row + j < num_rows && n + 8 * h < num_outputs) put(row + j, n + 8 * h, j, h);
+}
+
 // output: by EPILOGUE. bias: f32 [num_outputs] or 0. width: K. Block: 256 threads. Shared memory: the eight rings with
 // 8 bytes of barrier a stage, or the eight partial sums, whichever is more.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
@@ -192,22 +206,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
     // Partial sums: [segment][tile][group][lane] float4, over the rings, which are empty now.
     constexpr int FRAGMENTS = TILES * ROW_GROUPS * 32;
     const u32 partials = shared_address(shared);
-    // Calls `put` for each output of a fragment: rows 2t, 2t + 1 of a group, outputs g, g + 8 of a tile.
-    auto for_outputs = [&](int fragment, auto put) {
-        const int tile = fragment / (ROW_GROUPS * 32), within = fragment % (ROW_GROUPS * 32);
-        const int row = first_row + within / 32 * 8 + (within & 3) * 2;
-        const int n = (first_tile + tile) * WEIGHT_TILE_ROWS + ((within & 31) >> 2);
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                if (row + j < num_rows && n + 8 * h < num_outputs) put(row + j, n + 8 * h, j, h);
-    };
     // What the sums are added to is on its way while they meet.
     constexpr bool READS_EARLY = EPILOGUE == EPILOGUE_ADD && FRAGMENTS <= WARPS * 32;
     float old[2][2] = {};
     if (READS_EARLY && threadIdx.x < FRAGMENTS)
-        for_outputs(threadIdx.x, [&](int row, int n, int j, int h) {
+        for_outputs(threadIdx.x, first_row, first_tile, num_rows, num_outputs, [&](int row, int n, int j, int h) {
             old[j][h] = ((const float*)output)[(size_t)row * num_outputs + n];
         });
     __syncthreads();
@@ -251,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
         for (int i = threadIdx.x; i < FRAGMENTS; i += WARPS * 32) {
             const float4 sum = total(i);
             const float values[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
-            for_outputs(i, [&](int row, int n, int j, int h) {
+            for_outputs(i, first_row, first_tile, num_rows, num_outputs, [&](int row, int n, int j, int h) {
                 if constexpr (READS_EARLY)
                     target[(size_t)row * num_outputs + n] = __fadd_rn(old[j][h], values[j][h]);
                 else
