@@ -7,16 +7,18 @@ export PYTHONSAFEPATH := 1
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Only compiles kernels: CUDA 12.9 is the last line that knows sm_70.
+CUDA12_VENV := .venv-cuda12
 # The first of these that runs and is a version we support; PYTHON=... overrides.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 # Two processes: most tests wait for processes and servers of their own. Files stay whole, since some share a stack.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: help setup demo check test sim bench up lock check-images format clean
+.PHONY: help setup setup-cuda12 demo check test sim bench up lock check-images format clean
 
 help:  ## Show the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 18
 
 setup: $(VENV)/.installed $(VENV)/.model  ## Create .venv, install the locked versions, fetch the default model.
 
@@ -28,6 +30,14 @@ $(VENV)/.installed: requirements/dev.lock pyproject.toml | $(VENV)/bin/python
 	@echo "installing the locked requirements into $(VENV) ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup-cuda12: $(CUDA12_VENV)/.installed  ## Create .venv-cuda12, where tests compile the kernels with CUDA 12.9 (sm_70).
+
+$(CUDA12_VENV)/.installed: requirements/worker-cuda12.lock | $(VENV)/bin/python
+	@echo "installing the locked requirements into $(CUDA12_VENV) ..."
+	$(BIN)/python -m venv $(CUDA12_VENV)
+	$(CUDA12_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
 $(VENV)/.model: deploy/model_fetch.py $(VENV)/.installed
@@ -63,5 +73,5 @@ lock:  ## Resolve requirements/*.lock again.
 check-images: $(VENV)/.installed  ## Validate compose and Kubernetes files; run the images' install steps in a clean environment.
 	$(BIN)/python -m deploy.check_images
 
-clean:  ## Remove .venv and caches.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+clean:  ## Remove both environments and caches.
+	rm -rf $(VENV) $(CUDA12_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -17,5 +17,6 @@ resolve build.lock requirements/build.in
 resolve gateway.lock pyproject.toml
 resolve worker.lock pyproject.toml --extra worker
 resolve worker-cuda.lock pyproject.toml --extra worker --extra cuda13
-resolve dev.lock pyproject.toml --extra worker --extra local --extra dev requirements/build.in
+resolve worker-cuda12.lock pyproject.toml --extra worker --extra cuda12
+resolve dev.lock pyproject.toml --extra worker --extra cuda13 --extra local --extra dev requirements/build.in
 resolve images.lock requirements/images.in
