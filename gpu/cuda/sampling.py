@@ -20,8 +20,8 @@ from gpu.sampling import Sampled, SampleRequest
 MAX_VOCAB_SIZE: Final = 1 << 18
 _MAX_PARTS: Final = 32
 _MIN_PARTS: Final = 4
-_CTAS: Final = 512
-"""CTAs of a launch over many rows; with fewer rows, each has up to _MAX_PARTS."""
+_RESIDENT_CTAS: Final = 3
+"""CTAs that a processor holds at once: a launch over many rows has no more; with few rows each has _MAX_PARTS."""
 _THREADS: Final = 256
 _BINS: Final = 2048
 _STATE_BYTES: Final = 64
@@ -54,6 +54,7 @@ class DeviceSampler:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise LayoutError("vocab_size", vocab_size, f"must be 1 to {MAX_VOCAB_SIZE} on CUDA")
         self._library = device.kernels
+        self._num_ctas = _RESIDENT_CTAS * device.num_processors
         self._vocab_size = vocab_size
         self._slots = SlotTables(device, vocab_size)
         self._in_flight: list[Draws] = []
@@ -118,7 +119,7 @@ class DeviceSampler:
         results: num_result_words words.
         """
         rows = tables.address("draws")
-        grid = (min(_MAX_PARTS, max(_MIN_PARTS, _CTAS // sampled)), sampled)
+        grid = (min(_MAX_PARTS, max(_MIN_PARTS, self._num_ctas // sampled)), sampled)
         launches: list[tuple[str, tuple[int, ...]]] = [
             ("adjust_logits", (self._parts, self._counts, self._weights, results, last_tokens))
         ]

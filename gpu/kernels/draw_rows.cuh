@@ -45,7 +45,7 @@ struct RowState {
 static_assert(sizeof(RowState) == 64, "STATE_BYTES of gpu/cuda/sampling.py");
 
 // ---- passes over a row -------------------------------------------------------------------------------------------
-// CTA x of gridDim.x has the ids from first to before end, in steps of STRIDE; a thread has four neighbours of a step.
+// CTA x of gridDim.x has the ids from first to before end; in each step of STRIDE a thread has a quad of neighbours.
 constexpr int STRIDE = 4 * DRAW_THREADS;
 struct Part {
     int first, end;
@@ -57,17 +57,19 @@ DEVICE Part own_part() {
 }
 DEVICE bool is_token(int id) { return VOCABULARY % 4 == 0 || id < VOCABULARY; }
 
-// Four logits from id on, a multiple of 4; NaN counts as -inf, and so does what lies beyond the row.
-DEVICE void load_quad(float (&x)[4], const float* logits, int id) {
-    if constexpr (VOCABULARY % 4 == 0) {
+// NaN counts as -inf.
+DEVICE float number(float logit) { return logit == logit ? logit : NEGATIVE_INFINITY; }
+// Four logits from id on, a multiple of 4; -inf for what lies beyond the part or the row.
+DEVICE void load_quad(float (&x)[4], const float* logits, int id, int end) {
+    if (id >= end) {
+        x[0] = x[1] = x[2] = x[3] = NEGATIVE_INFINITY;
+    } else if constexpr (VOCABULARY % 4 == 0) {
         const float4 quad = *(const float4*)(logits + id);
         x[0] = quad.x, x[1] = quad.y, x[2] = quad.z, x[3] = quad.w;
     } else {
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] = id + i < VOCABULARY ? logits[id + i] : NEGATIVE_INFINITY;
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = x[i] == x[i] ? x[i] : NEGATIVE_INFINITY;
 }
 DEVICE void store_quad(float* logits, int id, const float (&x)[4]) {
     if constexpr (VOCABULARY % 4 == 0) {
@@ -76,6 +78,25 @@ DEVICE void store_quad(float* logits, int id, const float (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (id + i < VOCABULARY) logits[id + i] = x[i];
+    }
+}
+
+// Calls visit(id, logits) for the quads of a part, by whole CTAs: the last ones of a step may lie beyond its end. The
+// logits of QUADS steps are loaded before the first of them is visited.
+template <int QUADS, typename Visit>
+DEVICE void visit_quads(const float* logits, Part part, Visit visit) {
+    for (int base = part.first; base < part.end; base += QUADS * STRIDE) {
+        const int id = base + 4 * (int)threadIdx.x;
+        float x[QUADS][4];
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++) load_quad(x[quad], logits, id + quad * STRIDE, part.end);
+#pragma unroll
+        for (int quad = 0; quad < QUADS; quad++) {
+            if (base + quad * STRIDE >= part.end) break;
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[quad][i] = number(x[quad][i]);
+            visit(id + quad * STRIDE, x[quad]);
+        }
     }
 }
 

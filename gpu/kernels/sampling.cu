@@ -7,9 +7,9 @@
 //   cut_candidates  the ids of those bins alone: where exactly they cut; the likeliest ids
 //   draw_tokens     arg max of logit / temperature + noise among what is left; the draw's log probability
 //
-// A step whose rows are all greedy and plain needs the first alone. Sums are of whole numbers and maxima have one order,
-// so it does not matter which thread is first.
-#include "draw_rows.cuh"
+// A step whose rows are all greedy and plain needs the first alone. Sums are of whole numbers and maxima have one
+// order, so it does not matter which thread is first.
+#include "draw_cuts.cuh"
 
 constexpr int MAX_LOGPROBS = 20;
 constexpr float LOWEST_LOGPROB = -9999.0f;
@@ -72,19 +72,17 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
     float* own = logits + (size_t)row * VOCABULARY;
     const Part part = own_part();
     Candidate<float> best = no_candidate<float>();
-    for (int id = part.first + 4 * thread; id < part.end; id += STRIDE) {
-        float x[4];
-        load_quad(x, own, id);
-        if (draw.words || draw.biases) {
+    visit_quads<4>(own, part, [&](int id, float(&x)[4]) {
+        if ((draw.words || draw.biases) && id < part.end) {
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                if (is_token(id + i)) x[i] = adjusted(x[i], id + i, draw, rows + row);
+                if (is_token(id + i)) x[i] = number(adjusted(x[i], id + i, draw, rows + row));
             store_quad(own, id, x);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++)
             if (x[i] > best.score) best = {x[i], id + i};
-    }
+    });
     best = best_of_cta(best);
     if (thread == 0) parts[row * MAX_PARTS + blockIdx.x] = best;
     if (!is_last_of_row(state) || thread >= 32) return;
@@ -98,49 +96,6 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
 }
 
 // ---- bins ----------------------------------------------------------------------------------------------------------
-// The numbers of this thread's bins, from memory that other CTAs have added to.
-template <typename Number>
-DEVICE void load_bins(u64 (&own)[BINS_OF_THREAD], const Number* bins) {
-#pragma unroll
-    for (int i = 0; i < BINS_OF_THREAD; i++) own[i] = *(const volatile Number*)(bins + BINS_OF_THREAD * threadIdx.x + i);
-}
-// Sum of the bins before `end`.
-DEVICE u64 sum_before(const u64 (&own)[BINS_OF_THREAD], int end) {
-    u64 sum = 0;
-#pragma unroll
-    for (int i = 0; i < BINS_OF_THREAD; i++)
-        if (BINS_OF_THREAD * (int)threadIdx.x + i < end) sum += own[i];
-    return sum_of_cta(sum);
-}
-
-// In which bins a row's filters cut: known for counts; with top_k, the share of top_p is known within the k bin only.
-DEVICE void find_bins(const DrawRow& draw, RowState* state, const u32* counts, const u64* weights) {
-    u64 own[BINS_OF_THREAD];
-    RowState found = {};
-    found.leader_bin = found.k_bin = found.last_p_bin = -1;
-    load_bins(own, counts);
-    if (draw.num_logprobs > 0) {
-        const Crossing crossing = find_crossing(own, draw.num_logprobs);
-        found.leader_bin = crossing.index, found.leader_rank = draw.num_logprobs - (int)crossing.before;
-    }
-    if (draw.flags & TOP_K) {
-        const Crossing crossing = find_crossing(own, draw.top_k);
-        found.k_bin = crossing.index, found.k_rank = draw.top_k - (int)crossing.before;
-    }
-    if (draw.flags & TOP_P) {
-        load_bins(own, weights);
-        const bool open = !(draw.flags & TOP_K);
-        found.before_k = sum_before(own, open ? BINS : found.k_bin);
-        const u64 most = open ? found.before_k : sum_before(own, found.k_bin + 1);
-        found.first_p_bin = find_crossing(own, share_of(draw.top_p, found.before_k)).index;
-        found.last_p_bin = find_crossing(own, share_of(draw.top_p, most)).index;
-    }
-    if (threadIdx.x != 0) return;
-    state->leader_bin = found.leader_bin, state->leader_rank = found.leader_rank;
-    state->k_bin = found.k_bin, state->k_rank = found.k_rank, state->before_k = found.before_k;
-    state->first_p_bin = found.first_p_bin, state->last_p_bin = found.last_p_bin;
-}
-
 extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
     rank_logits(const float* logits, const DrawRow* rows, RowState* states, u32* counts, u64* weights) {
     __shared__ u32 own_counts[BINS], low[BINS], high[BINS];
@@ -157,12 +112,11 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
     const Part part = own_part();
     const bool counted = draw.flags & TOP_K || draw.num_logprobs > 0;
     u64 total = 0;
-    for (int id = part.first + 4 * thread; id < part.end; id += STRIDE) {
-        float x[4];
-        load_quad(x, own, id);
+    visit_quads<2>(own, part, [&](int id, const float(&x)[4]) {
+        if (id >= part.end) return;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (!is_token(id + i)) continue;
+            if (!is_token(id + i)) break;
             const int bin = bin_of(top, x[i]);
             if (counted) atomicAdd(own_counts + bin, 1u);
             if (draw.flags & TOP_P) {
@@ -171,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
             }
             if (draw.flags & LOGPROBS) total += weight_of(top, x[i], 1.0);
         }
-    }
+    });
     if (draw.flags & LOGPROBS) {
         total = sum_of_warp(total);
         if ((thread & 31) == 0) atomicAdd(&state->total, total);
@@ -187,54 +141,6 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
 }
 
 // ---- cuts ----------------------------------------------------------------------------------------------------------
-// A row's listed ids, in any order.
-struct Listed {
-    const volatile i32* ids;
-    int count;
-    const float* logits;
-    float top;
-};
-// Calls visit(logit, id) for the listed ids of one bin, shared among the threads.
-template <typename Visit>
-DEVICE void visit_bin(const Listed& listed, int bin, Visit visit) {
-    for (int i = threadIdx.x; i < listed.count; i += DRAW_THREADS) {
-        const i32 id = listed.ids[i];
-        const float logit = listed.logits[id], x = logit == logit ? logit : NEGATIVE_INFINITY;
-        if (bin_of(listed.top, x) == bin) visit(x, id);
-    }
-}
-
-// The standing at which a running sum over one bin's ids, best first, reaches target: radix selection, from the upper
-// digits down. number_of(logit): what an id adds.
-template <typename Number>
-DEVICE u64 select(const Listed& listed, int bin, u64 target, u32* low, u32* high, Number number_of) {
-    constexpr int DIGIT_BITS = 11, ROUNDS = (32 + ID_BITS + DIGIT_BITS - 1) / DIGIT_BITS;
-    static_assert(1 << DIGIT_BITS == BINS, "a digit has as many values as there are bins");
-    u64 chosen = 0;
-    for (int shift = (ROUNDS - 1) * DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
-        for (int i = threadIdx.x; i < BINS; i += DRAW_THREADS) low[i] = high[i] = 0;
-        __syncthreads();
-        visit_bin(listed, bin, [&](float x, int id) {
-            const u64 digits = standing(x, id) >> shift;
-            if (digits >> DIGIT_BITS != chosen >> DIGIT_BITS) return;
-            const int place = BINS - 1 - (int)(digits & (BINS - 1));  // the better digit first
-            add_wide(low + place, high + place, number_of(x));
-        });
-        __syncthreads();
-        u64 own[BINS_OF_THREAD];
-#pragma unroll
-        for (int i = 0; i < BINS_OF_THREAD; i++) {
-            const int place = BINS_OF_THREAD * threadIdx.x + i;
-            own[i] = (u64)high[place] << 32 | low[place];
-        }
-        const Crossing crossing = find_crossing(own, target);
-        target -= crossing.before;
-        chosen |= (u64)(BINS - 1 - crossing.index);
-        if (shift) chosen <<= DIGIT_BITS;
-    }
-    return chosen;
-}
-
 DEVICE float logprob_of(float x, const RowState* state) {
     const double log_total = __dadd_rn(log_exact(__ull2double_rn(state->total) / 35184372088832.0), (double)state->top);
     const double logprob = __dadd_rn((double)x, -log_total);
@@ -249,8 +155,8 @@ DEVICE void report_leaders(const Listed& listed, u64 lowest, const RowState* sta
     __syncthreads();
     for (int i = threadIdx.x; i < listed.count; i += DRAW_THREADS) {
         const i32 id = listed.ids[i];
-        const float logit = listed.logits[id], x = logit == logit ? logit : NEGATIVE_INFINITY;
-        if (standing(x, id) >= lowest) leaders[atomicAdd(&num_leaders, 1)] = standing(x, id);
+        const u64 own = standing(number(listed.logits[id]), id);
+        if (own >= lowest) leaders[atomicAdd(&num_leaders, 1)] = own;
     }
     __syncthreads();
     if ((int)threadIdx.x >= num_leaders) return;
@@ -258,15 +164,14 @@ DEVICE void report_leaders(const Listed& listed, u64 lowest, const RowState* sta
     int place = MAX_LOGPROBS * blockIdx.y;
     for (int i = 0; i < num_leaders; i++) place += leaders[i] > own;
     const i32 id = (1 << ID_BITS) - 1 - (i32)(own & ((1 << ID_BITS) - 1));
-    const float logit = listed.logits[id], x = logit == logit ? logit : NEGATIVE_INFINITY;
     results.top_ids[place] = id;
-    results.top_logprobs[place] = logprob_of(x, state);
+    results.top_logprobs[place] = logprob_of(number(listed.logits[id]), state);
 }
 
 extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
     cut_candidates(const float* logits, const DrawRow* rows, RowState* states, const u64* weights, i32* lists,
                    u32* results) {
-    __shared__ u32 low[BINS], high[BINS];
+    __shared__ Room room;
     allow_next_kernel();
     const int row = blockIdx.y, thread = threadIdx.x, lane = thread & 31;
     const DrawRow draw = rows[row];
@@ -279,10 +184,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
     const int first_p_bin = state->first_p_bin, last_p_bin = state->last_p_bin;
     i32* list = lists + (size_t)row * VOCABULARY;
     const Part part = own_part();
-    for (int base = part.first; base < part.end; base += STRIDE) {
-        const int id = base + 4 * thread;
-        float x[4] = {};
-        if (id < part.end) load_quad(x, own, id);
+    visit_quads<4>(own, part, [&](int id, const float(&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int bin = bin_of(top, x[i]);
@@ -295,15 +197,16 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
             place = __shfl_sync(FULL_WARP, place, 0) + __popc(lanes & ((1u << lane) - 1));
             if (listed) list[place] = id + i;
         }
-    }
+    });
     if (!is_last_of_row(state)) return;
     const Listed listed{list, (int)*(volatile u32*)&state->num_listed, own, top};
+    const auto one = [](float) { return 1ull; };
     if (draw.num_logprobs > 0) {
-        const u64 lowest = select(listed, leader_bin, state->leader_rank, low, high, [](float) { return 1ull; });
+        const u64 lowest = select(listed, leader_bin, state->leader_rank, room, one);
         report_leaders(listed, lowest, state, results_at(results));
     }
     u64 cut = 0, total = state->before_k;
-    if (draw.flags & TOP_K) cut = select(listed, k_bin, state->k_rank, low, high, [](float) { return 1ull; });
+    if (draw.flags & TOP_K) cut = select(listed, k_bin, state->k_rank, room, one);
     if (draw.flags & TOP_P) {
         const auto weight = [&](float x) { return weight_of(top, x, draw.inverse_temperature); };
         if (draw.flags & TOP_K) {
@@ -315,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
         load_bins(sums, weights + row * BINS);
         const u64 target = share_of(draw.top_p, total);
         const Crossing crossing = find_crossing(sums, target);
-        cut = select(listed, crossing.index, target - crossing.before, low, high, weight);
+        cut = select(listed, crossing.index, target - crossing.before, room, weight);
     }
     if (thread == 0) state->cut = cut;
 }
@@ -338,40 +241,38 @@ DEVICE Candidate<double> draw_of_part(const float* logits, const DrawRow& draw, 
     const double top_score = __dmul_rn((double)top, draw.inverse_temperature);
     const float slack = 0.004f + fabsf((float)top_score) * 1e-6f;
     float seen = -3.2f;
+    const u64 cut = state.cut;
     const Part part = own_part();
     Candidate<double> best = no_candidate<double>();
-    for (int base = part.first; base < part.end; base += STRIDE) {
-        const int id = base + 4 * (int)threadIdx.x;
-        float x[4] = {};
+    visit_quads<2>(logits, part, [&](int id, const float(&x)[4]) {
         u32 open = 0;
-        if (id < part.end) {
-            load_quad(x, logits, id);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const bool kept = is_token(id + i) && standing(x[i], id + i) >= state.cut;
-                if (kept && (!(draw.flags & MIN_P) || is_likely(top, x[i], draw))) open |= 1u << i;
-            }
+        for (int i = 0; i < 4; i++) {
+            const bool kept = id < part.end && is_token(id + i) && standing(x[i], id + i) >= cut;
+            if (kept && (!(draw.flags & MIN_P) || is_likely(top, x[i], draw))) open |= 1u << i;
         }
-        const float before = seen;
-        if (open) {
-            const uint4 noise = philox(draw.seed, draw.position, draw.choice, (u32)id / 4);
-            const u32 words[4] = {noise.x, noise.y, noise.z, noise.w};
+        if (!__any_sync(FULL_WARP, open != 0)) return;
+        const uint4 noise = philox(draw.seed, draw.position, draw.choice, (u32)id / 4);
+        const u32 words[4] = {noise.x, noise.y, noise.z, noise.w};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (!(open >> i & 1)) continue;
-                const float bound = noise_bound(words[i]) - distance(top, x[i]) * scale;
-                if (bound + slack < seen) continue;
-                const double score =
-                    __dadd_rn(__dmul_rn((double)x[i], draw.inverse_temperature), gumbel_noise(words[i]));
-                if (score > best.score) best = {score, id + i};
-                seen = fmaxf(seen, (float)(score - top_score));
-            }
+        for (int i = 0; i < 4; i++) {
+            const float bound = noise_bound(words[i]) - distance(top, x[i]) * scale;
+            if (bound + slack < seen) open &= ~(1u << i);
         }
-        if (__any_sync(FULL_WARP, seen > before)) {
+        if (!__any_sync(FULL_WARP, open != 0)) return;
+        while (open) {
+            const int i = __ffs(open) - 1;
+            open &= open - 1;
+            const float logit = i == 0 ? x[0] : i == 1 ? x[1] : i == 2 ? x[2] : x[3];
+            const u32 word = i == 0 ? words[0] : i == 1 ? words[1] : i == 2 ? words[2] : words[3];
+            const double score = __dadd_rn(__dmul_rn((double)logit, draw.inverse_temperature), gumbel_noise(word));
+            if (score > best.score) best = {score, id + i};
+            seen = fmaxf(seen, (float)(score - top_score));
+        }
+        __syncwarp();
 #pragma unroll
-            for (int lanes = 16; lanes; lanes /= 2) seen = fmaxf(seen, __shfl_xor_sync(FULL_WARP, seen, lanes));
-        }
-    }
+        for (int lanes = 16; lanes; lanes /= 2) seen = fmaxf(seen, __shfl_xor_sync(FULL_WARP, seen, lanes));
+    });
     return best;
 }
 
@@ -398,8 +299,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS, MIN_CTAS)
     if (thread != 0) return;
     const Results host = results_at(results);
     if (draw.flags & LOGPROBS) {
-        const float logit = own[id];
-        host.logprobs[row] = logprob_of(logit == logit ? logit : NEGATIVE_INFINITY, state);
+        host.logprobs[row] = logprob_of(number(own[id]), state);
     }
     emit(draw, id, host.ids, last_tokens);
 }

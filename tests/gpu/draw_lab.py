@@ -81,10 +81,10 @@ class DrawLab:
         self.tables.upload(self.lab.stream)
         return draws, general
 
-    def record(self, stream: object, rows: int, *, general: bool) -> None:
-        """Queue the kernels, on a stream or into a capture."""
+    def record(self, stream: object, rows: int, *, general: bool, logits: int = 0) -> None:
+        """Queue the kernels, on a stream or into a capture. logits: address, of the lab's own by default."""
         self.sampler.record(
-            stream, self.tables, rows, general=general, logits=self.logits.address,
+            stream, self.tables, rows, general=general, logits=logits or self.logits.address,
             last_tokens=self.last_tokens.address, results=self.results.address,
         )  # fmt: skip
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from gpu.cpu import sampling
 from gpu.cpu.sampling import HostSampler
-from gpu.plan import SamplingParams
-from gpu.sampling import SampleRequest, TokenHistory
+from gpu.plan import PlanEntry, RowKind, SamplingParams
+from gpu.sampling import SampleRequest, TokenHistory, requests_of
 
 VOCAB = 4000
 
@@ -107,6 +109,15 @@ def test_penalties_lower_counted_ids_only() -> None:
     assert _draw(logits, SamplingParams(0.0, frequency_penalty=0.3), 2, history) == 2
     assert _draw(logits, SamplingParams(0.0, presence_penalty=0.4), 2, history) == 1
     assert _draw(logits, SamplingParams(0.0, repetition_penalty=1.5), 2, history) == 2
+
+
+def test_verify_rows_see_the_ids_drafted_before_them() -> None:
+    sequence, params = SimpleNamespace(), SamplingParams(0.0, presence_penalty=1.0)
+    entry = PlanEntry(sequence, RowKind.VERIFY, (9, 1, 2), params, 4, TokenHistory([9], [3]))  # type: ignore[arg-type]
+    logits = np.zeros((3, 8), np.float32)
+    logits[:, :5] = (0.5, 0.9, 0.8, 1.0, 0.7)
+    drawn = HostSampler().sample(logits, requests_of(entry))
+    assert [sample.token_id for sample in drawn] == [1, 2, 4]
 
 
 def test_logit_bias_moves_one_id() -> None:
