@@ -138,6 +138,8 @@ class CudaDevice:
             raise CapacityError("bytes of a buffer", values.nbytes, buffer.num_bytes)
         if values.nbytes:
             check(driver.cuMemcpyHtoD(buffer.address, values.ctypes.data, values.nbytes))
+            # It returns when the values are staged; our streams do not wait for the default one that brings them over.
+            check(driver.cuStreamSynchronize(0))
 
     def download(self, address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """A copy of device memory, after everything that the compute stream has queued."""
