@@ -65,7 +65,7 @@ class CudaDevice:
 
     @classmethod
     def open(cls, selector: str = "0") -> CudaDevice:
-        """Open a device by its number or by its UUID.
+        """Open a device by its number or by its UUID, with or without the prefix that `nvidia-smi` writes before it.
 
         Raises DeviceUnavailable with one sentence that says what is missing.
         """
@@ -75,8 +75,9 @@ class CudaDevice:
         except (DeviceFailure, RuntimeError, ImportError, OSError) as error:
             raise DeviceUnavailable(f"no CUDA device can be used here: {error}") from error
         devices = [Device(index) for index in range(count)]
+        bare = selector.removeprefix("GPU-").removeprefix("MIG-")
         for index, device in enumerate(devices):
-            if selector in (str(index), device.uuid):
+            if bare in (str(index), device.uuid):
                 return cls(device)
         known = ", ".join(f"{index} ({device.uuid})" for index, device in enumerate(devices))
         raise DeviceUnavailable(f"device={selector!r}: this machine has {known or 'none'}")
