@@ -15,10 +15,33 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from deploy.api import Api
+from deploy.arguments import (
+    KEYS_VARIABLE,
+    AcceptNumerics,
+    ApiKey,
+    Attest,
+    Backend,
+    BaseUrl,
+    Context,
+    Control,
+    Data,
+    Device,
+    DeviceKvMib,
+    Keys,
+    KvFormat,
+    MirrorMib,
+    Model,
+    Pages,
+    Restore,
+    Slots,
+    Threads,
+    Weights,
+)
 from deploy.chat import chat as run_chat
 from deploy.configuration import (
     COMMAND_LINE,
@@ -30,7 +53,7 @@ from deploy.configuration import (
     settings_in_force,
 )
 from deploy.demo import run_demo
-from deploy.doctor import examine
+from deploy.doctor.command import doctor
 from deploy.errors import BadOption, DeployError
 from deploy.model_check import check_model
 from deploy.model_fetch import DEFAULT_MODEL, fetch_default_model
@@ -50,30 +73,11 @@ model_app = typer.Typer(help="Model files.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(snapshot_app, name="snapshot")
 
-_HOST, _PORT, _KEYS = "KVALET_GATEWAY_HOST", "KVALET_GATEWAY_PORT", "KVALET_GATEWAY_KEYS_FILE"
+_HOST, _PORT = "KVALET_GATEWAY_HOST", "KVALET_GATEWAY_PORT"
 _GRACE = "KVALET_DRAIN_GRACE_S"
 
 _out = Console()
 _err = Console(stderr=True)
-
-BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_BASE_URL", help="Base URL of a running service.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="KVALET_API_KEY", help="API key, if keys are in use.")]
-Model = Annotated[Path | None, typer.Option("--model", help="GGUF file or safetensors folder; default: SmolLM2.")]
-KvFormat = Annotated[str | None, typer.Option("--kv", help="Cache format: f16, int8, q4 or k8v4.")]
-Keys = Annotated[Path | None, typer.Option("--keys", envvar=_KEYS, help="API keys file, to listen beyond loopback.")]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder for control's data, logs and pid files.")]
-Control = Annotated[str | None, typer.Option("--control", help="URL of an existing control server.")]
-Pages = Annotated[str | None, typer.Option("--pages", help="URL of an existing pages server.")]
-Slots = Annotated[int | None, typer.Option("--slots", help="Turns that one worker runs at once.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="Compute threads of one worker.")]
-MirrorMib = Annotated[int | None, typer.Option("--mirror-mib", help="MiB of mirror memory of one worker.")]
-Context = Annotated[int | None, typer.Option("--context", help="Longest conversation in tokens.")]
-Backend = Annotated[str | None, typer.Option("--backend", help="cpu or simulated.")]
-Restore = Annotated[str | None, typer.Option("--restore", help="auto, always or never.")]
-AcceptNumerics = Annotated[
-    str | None, typer.Option("--accept-numerics", help="Whose pages to reuse: own, any, or numerics ids (a,b).")
-]
-Attest = Annotated[str | None, typer.Option("--attest", help="always, sampled or off.")]
 
 
 @app.callback()
@@ -107,6 +111,9 @@ def up(
     mirror_mib: MirrorMib = None,
     context: Context = None,
     backend: Backend = None,
+    weights: Weights = None,
+    device: Device = None,
+    device_kv_mib: DeviceKvMib = None,
     restore: Restore = None,
     accept_numerics: AcceptNumerics = None,
     attest: Attest = None,
@@ -116,7 +123,8 @@ def up(
     """Run everything in the foreground: servers, gateway and workers. Ctrl-C parks and stops."""
     environment = worker_environment(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
-        backend=backend, restore=restore, accept_numerics=accept_numerics, attest=attest,
+        backend=backend, weights=weights, device=device, device_kv_mib=device_kv_mib,
+        restore=restore, accept_numerics=accept_numerics, attest=attest,
     )  # fmt: skip
     options = StackOptions(
         directory=data or default_directory(), num_workers=workers, host=host, port=port, keys_file=keys,
@@ -200,6 +208,9 @@ def worker(
     mirror_mib: MirrorMib = None,
     context: Context = None,
     backend: Backend = None,
+    weights: Weights = None,
+    device: Device = None,
+    device_kv_mib: DeviceKvMib = None,
     restore: Restore = None,
     accept_numerics: AcceptNumerics = None,
     attest: Attest = None,
@@ -207,7 +218,8 @@ def worker(
     """Run one worker in the foreground: `celery -A workers.celery_app worker` with these settings."""
     environment = worker_environment(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
-        backend=backend, restore=restore, accept_numerics=accept_numerics, attest=attest,
+        backend=backend, weights=weights, device=device, device_kv_mib=device_kv_mib,
+        restore=restore, accept_numerics=accept_numerics, attest=attest,
         control_url=control, pages_url=pages, worker_id=worker_id,
     )  # fmt: skip
     os.environ.update(environment, PYTHONSAFEPATH="1")
@@ -251,15 +263,7 @@ def config(
         _print_differences(stack, here)
 
 
-@app.command()
-def doctor() -> None:
-    """Say whether this machine can run Kvalet, and what is missing. Exits 1 when something is."""
-    findings = examine()
-    for finding in findings:
-        mark = "[green]ok[/]     " if finding.fine else "[red]missing[/]"
-        _out.print(f"{mark} {finding.subject}: {finding.detail}", highlight=False, soft_wrap=True)
-    if not all(finding.fine for finding in findings):
-        raise typer.Exit(1)
+app.command()(doctor)
 
 
 @app.command()
@@ -279,14 +283,14 @@ def run() -> None:
     try:
         app(standalone_mode=True)
     except DeployError as error:
-        _err.print(f"[red]kvalet:[/] {error}", highlight=False, soft_wrap=True, markup=True)
+        _err.print(f"[red]kvalet:[/] {escape(str(error))}", highlight=False, soft_wrap=True, markup=True)
         sys.exit(error.exit_code)
 
 
 def _sources(call: typer.Context) -> dict[str, str]:
     """Where options of `up` come from that children get as variables, as far as the user gave them."""
     variables = {
-        "host": _HOST, "port": _PORT, "keys": _KEYS, "grace_s": _GRACE,
+        "host": _HOST, "port": _PORT, "keys": KEYS_VARIABLE, "grace_s": _GRACE,
         "control": "KVALET_CONTROL_URL", "pages": "KVALET_PAGES_URL",
     }  # fmt: skip
     sources: dict[str, str] = {}

@@ -17,6 +17,8 @@ from workers.settings import WorkerSettings
 PREFIX = "KVALET_"
 COMMAND_VARIABLES = frozenset({"KVALET_BASE_URL", "KVALET_API_KEY", "KVALET_SETTINGS_FILE"})
 """Read by the command itself."""
+CACHE_VARIABLES = frozenset({"KVALET_CUDA_CACHE_DIR"})
+"""Where compiled kernels are kept: no setting of a worker, since nothing that it computes depends on it."""
 COMMAND_LINE, ENVIRONMENT, FILE, SUPERVISOR, DEFAULT = "command line", "environment", "file", "kvalet up", "default"
 """Where a value comes from, the first that has one."""
 
@@ -101,7 +103,8 @@ def check_names(environment: Mapping[str, str]) -> None:
 def known_variables() -> frozenset[str]:
     """Every KVALET_ variable that some process reads."""
     worker = {PREFIX + name.upper() for name in WorkerSettings.model_fields}
-    return COMMAND_VARIABLES | worker | {OWN_PREFIX + name.upper() for name in GatewaySettings.model_fields}
+    gateway = {OWN_PREFIX + name.upper() for name in GatewaySettings.model_fields}
+    return COMMAND_VARIABLES | CACHE_VARIABLES | worker | gateway
 
 
 def _rows(process: str, prefix: str, settings: BaseModel, source: Callable[[str], str]) -> list[Setting]:
@@ -109,11 +112,11 @@ def _rows(process: str, prefix: str, settings: BaseModel, source: Callable[[str]
     for name in type(settings).model_fields:
         # The server of turns is one for all processes and has one name.
         variable = "KVALET_CONTROL_URL" if name == "control_url" else prefix + name.upper()
-        rows.append(Setting(process, variable, _shown(getattr(settings, name)), source(variable)))
+        rows.append(Setting(process, variable, shown(getattr(settings, name)), source(variable)))
     return rows
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as text, without the password of a URL; nothing for None."""
     if value is None:
         return ""

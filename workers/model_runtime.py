@@ -71,9 +71,7 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     num_pages = settings.mirror_bytes // layout.page_bytes
     if num_pages < 2:
         raise LayoutError("mirror_mib", settings.mirror_bytes >> 20, f"two pages of {layout.page_bytes} bytes must fit")
-    load, storages = (_load_cuda, _CUDA_STORAGE) if settings.backend == "cuda" else (_load_host, _HOST_STORAGE)
-    if settings.weights not in storages:
-        raise LayoutError("weights", settings.weights, f"{settings.backend} keeps them as {', '.join(storages)}")
+    load = _load_cuda if settings.backend == "cuda" else _load_host
     with load(settings, source, config, layout) as (backend, storage):
         fingerprint = fingerprint_of(source, layout, backend, storage)
         rows_per_s = warm_up(backend)

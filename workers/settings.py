@@ -8,9 +8,12 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+_HOST_WEIGHTS = ("auto", "f32", "bf16")
+_CUDA_WEIGHTS = ("auto", "bf16", "int8", "int4")
+_DEVICE = r"^(\d+|(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})$"
 _NUMERICS_IDS = r"(mixed|[0-9a-f]{64})"
 
 
@@ -35,7 +38,7 @@ class WorkerSettings(BaseSettings):
     model: Path = Field(default_factory=lambda: default_model_path())
     model_name: str | None = None
     backend: Literal["cpu", "cuda", "simulated"] = "cpu"
-    device: str = "0"
+    device: str = Field(default="0", pattern=_DEVICE)
     weights: Literal["auto", "f32", "bf16", "int8", "int4"] = "auto"
     device_kv_mib: int | None = Field(default=None, ge=1)
     kv_format: Literal["f16", "int8", "q4", "k8v4"] = "k8v4"
@@ -58,6 +61,15 @@ class WorkerSettings(BaseSettings):
     drain_grace_s: float = Field(default=20.0, ge=0)
     sweep_s: float = Field(default=1.0, gt=0)
     wire_connections: int = Field(default=4, ge=1, le=64)
+
+    @field_validator("weights")
+    @classmethod
+    def _backend_keeps_them_so(cls, weights: str, others: ValidationInfo) -> str:
+        backend = others.data.get("backend")
+        allowed = _CUDA_WEIGHTS if backend == "cuda" else _HOST_WEIGHTS
+        if backend is not None and weights not in allowed:
+            raise ValueError(f"{backend} keeps them as {', '.join(allowed)}")
+        return weights
 
     @property
     def mirror_bytes(self) -> int:

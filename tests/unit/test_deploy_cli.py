@@ -16,7 +16,7 @@ def kvalet(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=full, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("name", ["missing.gguf", "text.gguf"])
+@pytest.mark.parametrize("name", ["missing.gguf", "[bold]missing.gguf", "text.gguf"])
 def test_up_with_a_model_that_cannot_be_read_names_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.gguf").write_text("no model at all, just a line of text")
     done = kvalet("up", "--model", str(tmp_path / name), "--data", str(tmp_path / "data"))

@@ -22,12 +22,20 @@ def test_options_that_were_given_become_variables() -> None:
         ("slots", 0, "--slots"),
         ("mirror_mib", 0, "--mirror-mib"),
         ("accept_numerics", "all", "--accept-numerics"),
+        ("device", "first", "--device"),
+        ("device_kv_mib", 0, "--device-kv-mib"),
     ],
 )
 def test_option_out_of_range_is_refused_by_flag_and_value(option: str, value: object, flag: str) -> None:
     with pytest.raises(BadOption) as refused:
         worker_environment(**{option: value})
     assert (refused.value.field, refused.value.value) == (flag, value)
+
+
+@pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
+def test_device_may_be_named_by_its_uuid(prefix: str) -> None:
+    device = f"{prefix}5fd4a2ab-0c12-11ee-be56-0242ac120002"
+    assert worker_environment(backend="cuda", device=device)["KVALET_DEVICE"] == device
 
 
 def test_malformed_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +53,10 @@ def test_unknown_variable_is_refused_by_name() -> None:
 
 def test_variables_of_both_processes_are_known() -> None:
     check_names({"KVALET_SLOTS": "3", "KVALET_GATEWAY_PORT": "1", "KVALET_CONTROL_URL": "redis://h/0", "HOME": "/"})
+
+
+def test_variable_of_the_kernel_cache_is_known() -> None:
+    check_names({"KVALET_CUDA_CACHE_DIR": "/var/cache/cubins"})
 
 
 def test_setting_from_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu.errors import LayoutError
+from deploy.errors import BadOption
+from deploy.options import worker_environment
 from snapshot_store.fingerprint import diff
 from tests.teacher import teacher
 
@@ -24,6 +25,9 @@ def test_weights_kept_as_bf16_are_of_other_numerics_and_one_format(fp16_gguf: Pa
     }  # fmt: skip
 
 
-def test_weights_that_the_backend_cannot_keep_are_refused_by_name(fp16_gguf: Path) -> None:
-    with pytest.raises(LayoutError, match="weights='int4': cpu keeps them as auto, f32, bf16"):
-        teacher(fp16_gguf, weights="int4")
+@pytest.mark.parametrize(
+    ("backend", "weights", "allowed"), [("cpu", "int4", "auto, f32, bf16"), ("cuda", "f32", "auto, bf16, int8, int4")]
+)
+def test_weights_that_the_backend_cannot_keep_are_refused_by_name(backend: str, weights: str, allowed: str) -> None:
+    with pytest.raises(BadOption, match=f"--weights='{weights}': .*{backend} keeps them as {allowed}"):
+        worker_environment(backend=backend, weights=weights)

@@ -1,0 +1,1 @@
+"""`kvalet doctor`: says whether this machine can run Kvalet, what is missing and how to get it."""
