@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.cpu.sampling import HostSampler
+from gpu.cpu.sampling import HostSampler, _exp_array
 from gpu.errors import PlanError
 from gpu.plan import RowKind, SamplingParams
 from gpu.sampling import Sampled, SampleRequest, TokenHistory
@@ -203,6 +203,33 @@ def test_the_last_id_of_a_nucleus_is_the_one_that_reaches_it(draw_labs: Any) -> 
     assert (most <= [*range(1, 17), *range(1, 17)]).all()
 
 
+@pytest.mark.parametrize("top_k", [0, 700])
+@pytest.mark.parametrize("beyond", [-1e-8, 1e-8])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_nuclei_end_where_the_sum_of_all_shares_says(draw_labs: Any, count: int, beyond: float, top_k: int) -> None:
+    """Of a thousand likely ids, top_p takes the best few or one more: sums are exact to a hundred millionth."""
+    logits = np.full((64, SMALL), -80.0, np.float32)
+    logits[:, 1000:2000] = np.random.default_rng(count).permutation(np.linspace(1.5, 2.0, 1000))
+    ranked = np.argsort(-logits[0])[: top_k or None]
+    weights = np.exp(logits[0, ranked].astype(np.float64))
+    top_p = float(np.cumsum(weights)[count - 1] / weights.sum()) + beyond
+    params = SamplingParams(1.0, top_k=top_k, top_p=top_p, seed=count)
+    drawn = ids(draw_labs(SMALL).draw(logits, [request(params, index) for index in range(64)]))
+    assert set(drawn) == set(ranked[: count + (beyond > 0)].tolist())
+
+
+def test_min_p_keeps_an_id_whose_share_equals_it(draw_labs: Any) -> None:
+    logits = np.full((32, SMALL), -90.0, np.float32)
+    logits[:, 7], logits[:, 8] = 3.0, 2.5
+    share = float(_exp_array(np.array([(2.5 - 3.0) / 0.7]))[0])
+    for min_p, both in ((share, True), (np.nextafter(share, 1.0), False), (share - 1e-5, True), (share + 1e-5, False)):
+        params = SamplingParams(0.7, min_p=float(min_p), seed=5)
+        requests = [request(params, index) for index in range(32)]
+        drawn = ids(draw_labs(SMALL).draw(logits, requests))
+        assert drawn == ids(host(logits, requests))
+        assert set(drawn) == ({7, 8} if both else {7})
+
+
 # ---- rows alone and together
 
 
@@ -328,11 +355,12 @@ def test_penalties_that_begin_while_a_draw_is_unread_are_refused(draw_labs: Any)
 
 def test_verify_rows_see_the_ids_drafted_before_them(draw_labs: Any) -> None:
     lab = draw_labs(128)
-    params = PENALTIES["all"]
+    params = SamplingParams(0.8, seed=7, presence_penalty=3.0, frequency_penalty=1.5, repetition_penalty=1.2, top_p=0.9)
     history = TokenHistory([3, 4, 90], [7, 7, 8])
     for step in range(12):
         drafted = tuple(np.random.default_rng(step).integers(0, 128, 3).tolist())
         logits = random_logits(50 + step, 6, 128, 1.0)
+        logits[:4, drafted] += np.float32(6.0)  # else penalties of drafted ids would hardly show
         rows = [SampleRequest(params, history, len(history.output_ids) + row, drafted[:row]) for row in range(4)]
         other = TokenHistory([1, 2], [9])
         plain = [request(params, 1, other), request(EXACT["plain"], step)]
