@@ -12,6 +12,7 @@ from gpu.cuda.programs import ProgramCompiler
 from gpu.errors import KernelCompileError, LayoutError, PlanError
 from gpu.formats import CACHE_FORMATS
 from gpu.layout import KVLayout
+from tests.kernel_sweep import ptxas_complaints
 
 
 def _layout(kv_format: str = "f16", head_dim: int = 128, page_size: int = 64) -> KVLayout:
@@ -50,6 +51,16 @@ def test_tiles_of_the_warp_form_hold_the_tokens_whose_heads_fill_its_warps(group
     assert _attention(_layout(), group, "sm_90a", "KVALET_NO_WGMMA").tile_rows == rows
     assert _attention(_layout(), group, "sm_80").tile_rows == rows
     assert _attention(_layout(), group, "sm_75").tile_rows == rows // 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize(("kv_format", "head_dim"), [("f16", 128), ("int8", 128), ("k8v4", 128), ("k8v4", 64)])
+def test_variants_compile_without_spills_and_without_serialized_products(
+    arch: str, kv_format: str, head_dim: int
+) -> None:
+    variant = _attention(_layout(kv_format, head_dim), 4, arch).variant(ActivationLayout.TILE)
+    _, notes = ProgramCompiler(arch).compile_verbose(PREFILL, variant)
+    assert list(ptxas_complaints(notes)) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90a"])
