@@ -540,8 +540,15 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
             wait_previous_kernel();
             waited = true;
         }
-        if (key_slot >= 0) keys.issue(chunk, key_slot);
-        if (value_slot >= 0) values.issue(chunk, value_slot);
+        // A plane with fewer slots begins later; its empty group keeps the count that `wait` relies on.
+        if (key_slot >= 0)
+            keys.issue(chunk, key_slot);
+        else if (!USE_BULK)
+            async_commit();
+        if (value_slot >= 0)
+            values.issue(chunk, value_slot);
+        else if (!USE_BULK)
+            async_commit();
     }
     if (!waited) wait_previous_kernel();
 
