@@ -23,7 +23,12 @@ IMAGES = ("gateway", "worker", "worker-cuda")
 PROOFS = {
     "gateway": "import gateway.app, snapshot_store.cli, importlib.util as u; assert u.find_spec('numpy') is None",
     "worker": "import workers.celery_app, workers.service, gpu.cpu",
-    "worker-cuda": "import workers.celery_app, workers.service, cuda.core",
+    "worker-cuda": (
+        "import workers.celery_app, workers.service, gpu.cuda.load\n"
+        "from gpu.cuda.programs import ProgramCompiler\n"
+        "from gpu.cuda.rows import PUBLISH\n"
+        "ProgramCompiler('sm_90a').compile_verbose(PUBLISH, {})"
+    ),
 }
 DATA = """
 from importlib.resources import files

@@ -58,9 +58,11 @@ DECODE: Final = KernelSource(
         "V_STAGES", "VALUE_PADDING", "SHARED_BYTES", "RESIDENT",
     ),
     samples=(
-        *(_decode_sample(128, 32, 8, k, v) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
-        *(_decode_sample(64, 9, 3, k, v, 16) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
+        _decode_sample(128, 32, 8, 1, 2),
+        _decode_sample(128, 32, 8, 0, 0),
         _decode_sample(128, 8, 1, 0, 2, 128),
+        _decode_sample(64, 9, 3, 1, 1, 16),
+        _decode_sample(64, 9, 3, 2, 2, 16),
         _decode_sample(64, 15, 3, 2, 0, 32, query_tiles=2),
         _decode_sample(128, 32, 8, 1, 2, query_tiles=2),
     ),

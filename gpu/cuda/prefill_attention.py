@@ -43,11 +43,11 @@ PREFILL: Final = KernelSource(
         "STAGES", "CODE_STAGES", "SHARED_QUERY_STEPS", "SHARED_BYTES",
     ),
     samples=(
-        *(_sample(128, 32, 8, k, v) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
-        *(_sample(64, 9, 3, k, v, 16, 0) for k, v in ((0, 0), (1, 1), (2, 2), (1, 2))),
-        _sample(128, 7, 1, 1, 2, 128),
+        _sample(128, 32, 8, 1, 2),
         _sample(128, 8, 8, 0, 0, 32),
-        _sample(64, 14, 2, 0, 0, 128),
+        _sample(128, 7, 1, 2, 2, 128),
+        _sample(64, 9, 3, 1, 2, 16, 0),
+        _sample(64, 14, 2, 1, 1, 128),
     ),
 )  # fmt: skip
 SOURCES: Final = (PREFILL,)

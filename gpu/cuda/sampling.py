@@ -38,7 +38,7 @@ SAMPLING: Final = KernelSource(
         KernelEntry("draw_tokens", (_P,) * 6),
     ),
     parameters=("VOCABULARY",),
-    samples=({"VOCABULARY": 128256}, {"VOCABULARY": 50257}, {"VOCABULARY": 262144}),
+    samples=({"VOCABULARY": 50257}, {"VOCABULARY": 262144}),
 )
 SOURCES: Final = (SAMPLING,)
 

@@ -48,6 +48,21 @@ def test_compose_variables_are_settings_that_exist() -> None:
     check_names(names)
 
 
+def test_workers_that_get_a_gpu_use_it() -> None:
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    backends = [
+        service["environment"].get("KVALET_BACKEND")
+        for service in compose["services"].values()
+        if "devices" in service.get("deploy", {}).get("resources", {}).get("reservations", {})
+    ]
+    backends += [
+        {entry["name"]: entry.get("value") for entry in container["env"]}.get("KVALET_BACKEND")
+        for container in containers()
+        if "nvidia.com/gpu" in container["resources"]["limits"]
+    ]
+    assert backends == ["cuda", "cuda"]
+
+
 def test_kubernetes_containers_run_without_privileges() -> None:
     contexts = [container["securityContext"] for container in containers()]
     assert all(c["allowPrivilegeEscalation"] is False and c["capabilities"] == {"drop": ["ALL"]} for c in contexts)
