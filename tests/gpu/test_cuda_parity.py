@@ -51,8 +51,9 @@ def logprobs_of(runtime: ModelRuntime, token_ids: list[int]) -> list[TokenLogpro
     return found
 
 
-@pytest.mark.parametrize("kv_format", ["f16", "k8v4"])
-def test_device_and_host_agree_on_a_text(kv_format: str) -> None:
+@pytest.mark.parametrize(("kv_format", "median", "tail"), [("f16", 0.02, 0.15), ("k8v4", 0.05, 0.3)])
+def test_device_and_host_agree_on_a_text(kv_format: str, median: float, tail: float) -> None:
+    """median, tail (of one in twenty): differences of log probabilities; quantized cells carry rounding further."""
     found = {}
     for backend in ("cpu", "cuda"):
         runtime = load_runtime(WorkerSettings(model=MODEL, backend=backend, kv_format=kv_format, mirror_mib=64))
@@ -65,5 +66,5 @@ def test_device_and_host_agree_on_a_text(kv_format: str) -> None:
     same = np.mean([a.token_id == b.token_id for a, b in zip(found["cpu"], found["cuda"], strict=True)])
     gaps = np.array([abs(a.logprob - dict(b.top).get(a.token_id, -9.0)) for a, b in zip(*found.values(), strict=True)])
     assert same >= 0.95
-    assert np.median(gaps) <= 0.02
-    assert np.quantile(gaps, 0.95) <= 0.15
+    assert np.median(gaps) <= median
+    assert np.quantile(gaps, 0.95) <= tail
