@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from gpu.cuda.architectures import WARPGROUP_ARCH
-from gpu.cuda.kernel_table import Arg, KernelSource
+from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
 from gpu.cuda.programs import source_text
+from gpu.cuda.rows import PUBLISH, ROWS
 from gpu.cuda.sources import SOURCES
 from tests.kernel_sweep import compile_problems, ptxas_complaints, unknown_driver_names
 
@@ -93,3 +95,15 @@ def test_complaints_of_ptxas_are_found() -> None:
     spilled = "8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
     serialized = "warning : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     assert list(ptxas_complaints(f"{clean}\n{spilled}\n{serialized}\n")) == [spilled, serialized]
+
+
+def test_kernel_that_a_cubin_lacks_is_a_problem() -> None:
+    source = replace(PUBLISH, kernels=(KernelEntry("absent", ()),))
+    assert compile_problems(source, source.samples, WARPGROUP_ARCH, in_registers=True) == [
+        "publish.cu: sm_90a {}: no kernel absent"
+    ]
+
+
+def test_source_that_does_not_compile_is_a_problem() -> None:
+    (problem,) = compile_problems(ROWS, [{"HIDDEN": 7, "ACTIVATION_LAYOUT": 0}], "sm_80", in_registers=True)
+    assert problem.startswith("gpu/kernels/rows.cu: sm_80")
