@@ -52,8 +52,8 @@ def cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The commit of the sources; KVALET_COMMIT where they are not in a clone."""
-    if told := os.environ.get("KVALET_COMMIT"):
+    """The commit of the sources; SOURCE_COMMIT where they are not in a clone."""
+    if told := os.environ.get("SOURCE_COMMIT"):
         return told
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip()

@@ -15,7 +15,7 @@ from tests.gpu.lab import device_missing
 from workers.model_runtime import ModelRuntime, load_runtime
 from workers.settings import WorkerSettings
 
-MODEL = Path(os.environ.get("KVALET_TEST_MODEL") or default_model_path())
+MODEL = Path(os.environ.get("TEST_MODEL") or default_model_path())
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,

@@ -1,6 +1,6 @@
 """The whole stack on one GPU that two worker processes share: moved, killed in mid-reply, spoken to through HTTP.
 
-    KVALET_TEST_MODEL=model.gguf python -m pytest tests/gpu/test_cuda_stack.py      (default: the default model)
+    TEST_MODEL=model.gguf python -m pytest tests/gpu/test_cuda_stack.py      (default: the default model)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deploy.stack import Stack
 from tests.gpu.lab import device_missing
 from tests.moving import check_moved, moving_stack
 
-MODEL = Path(os.environ.get("KVALET_TEST_MODEL") or default_model_path())
+MODEL = Path(os.environ.get("TEST_MODEL") or default_model_path())
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
