@@ -158,7 +158,7 @@ class FleetPresence:
             free=max(0, settings.slots - busy),
             pid=os.getpid(),
             host=socket.gethostname(),
-            device=f"{settings.threads} threads",
+            device=service.runtime.device,
             backend=service.runtime.backend.name,
             kv_format=settings.kv_format,
             format_digest=identity.format_digest.hex(),

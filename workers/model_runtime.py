@@ -39,7 +39,7 @@ _CUDA_STORAGE = MappingProxyType({"auto": "BF16", "bf16": "BF16", "int8": "INT8"
 class ModelRuntime:
     """A loaded model on its backend, its kernels compiled. context_length: tokens of prompt and reply together.
 
-    warm_up_rows_per_s: how fast a few prompt rows were computed; a lower bound.
+    device: what computes, for people. warm_up_rows_per_s: how fast a few prompt rows were computed; a lower bound.
     """
 
     source: LoadedSource
@@ -47,6 +47,7 @@ class ModelRuntime:
     backend: Backend
     fingerprint: Fingerprint
     context_length: int
+    device: str
     warm_up_rows_per_s: float
 
     @property
@@ -72,11 +73,11 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     if num_pages < 2:
         raise LayoutError("mirror_mib", settings.mirror_bytes >> 20, f"two pages of {layout.page_bytes} bytes must fit")
     load = _load_cuda if settings.backend == "cuda" else _load_host
-    with load(settings, source, config, layout) as (backend, storage):
+    with load(settings, source, config, layout) as (backend, storage, device):
         fingerprint = fingerprint_of(source, layout, backend, storage)
         rows_per_s = warm_up(backend)
     _log.info("%s on %s ready in %.1f s: %d pages", source.name, backend.name, time.monotonic() - begun, num_pages)
-    return ModelRuntime(source, layout, backend, fingerprint, context_length, rows_per_s)
+    return ModelRuntime(source, layout, backend, fingerprint, context_length, device, rows_per_s)
 
 
 def layout_of(config: ModelConfig, kv_format: str, page_size: int | None) -> KVLayout:
@@ -97,8 +98,8 @@ def _with_context(config: ModelConfig, asked: int | None) -> tuple[ModelConfig, 
 @contextmanager
 def _load_host(
     settings: WorkerSettings, source: LoadedSource, config: ModelConfig, layout: KVLayout
-) -> Iterator[tuple[Backend, str]]:
-    """A backend that computes on the host, and how it stores weights; inside, its kernels may be compiled."""
+) -> Iterator[tuple[Backend, str, str]]:
+    """A backend that computes on the host, how it stores weights, with what; inside, its kernels may be compiled."""
     mirror = MirrorArena.allocate(settings.mirror_bytes // layout.page_bytes * layout.page_bytes)
     threads = CpuThreads(settings.threads)
     weights = source.load_weights(_HOST_STORAGE[settings.weights])
@@ -107,25 +108,25 @@ def _load_host(
     with compiling(f"{settings.backend}-{config.architecture}"):
         model = HostModel(config, weights, threads)
         storage = weights.layers[0].q.storage.value
-        attest, resident = settings.attest, settings.kv_resident
+        attest, resident, device = settings.attest, settings.kv_resident, f"{settings.threads} threads"
         if settings.backend == "simulated":
             yield (
                 SimulatedBackend(
                     model, layout, mirror, kernels, rope, sampler, settings.max_step_rows, attest=attest,
                     resident_cells=resident, threads=threads,
                 ),
-                storage,
+                storage, device,
             )  # fmt: skip
         else:
             cache = unified_cache(layout, mirror, kernels, rope, attest=attest, resident_cells=resident)
-            yield CpuBackend(model, cache, sampler, settings.max_step_rows, threads), storage
+            yield CpuBackend(model, cache, sampler, settings.max_step_rows, threads), storage, device
 
 
 @contextmanager
 def _load_cuda(
     settings: WorkerSettings, source: LoadedSource, config: ModelConfig, layout: KVLayout
-) -> Iterator[tuple[Backend, str]]:
-    """A backend on a GPU, and how it stores weights."""
+) -> Iterator[tuple[Backend, str, str]]:
+    """A backend on a GPU, how it stores weights, the name and UUID of the GPU."""
     try:
         from gpu.cuda.load import CudaOptions, load_cuda_backend
         from gpu.cuda.weight_packing import PackedStorage
@@ -143,4 +144,5 @@ def _load_cuda(
         attest=settings.attest,
         resident_cells=settings.kv_resident,
     )
-    yield load_cuda_backend(source.source, config, layout, rope_table(config), options), options.storage.name.lower()
+    backend = load_cuda_backend(source.source, config, layout, rope_table(config), options)
+    yield backend, options.storage.name.lower(), f"{backend.device.name}, GPU-{backend.device.uuid}"

@@ -1,11 +1,12 @@
 """The whole stack on one GPU that two worker processes share: moved, killed in mid-reply, spoken to through HTTP.
 
-    TEST_MODEL=model.gguf python -m pytest tests/gpu/test_cuda_stack.py      (default: the default model)
+TEST_MODEL=model.gguf python -m pytest tests/gpu/test_cuda_stack.py      (default: the default model)
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -38,6 +39,8 @@ def settings_of(kv_format: str) -> dict[str, Any]:
 def test_default_model_moved_between_cuda_workers_says_the_same(kv_format: str) -> None:
     settings = settings_of(kv_format)
     with moving_stack(MODEL, **settings) as stack:
+        workers = httpx.get(f"{stack.base_url}/workers", timeout=10).json()["data"]
+        assert all(re.fullmatch(r"\S.*, GPU-[0-9a-f-]{36}", worker["device"]) for worker in workers), workers
         check_moved(stack, MODEL, 6, 64, **settings)
 
 

@@ -12,6 +12,7 @@ import pytest
 from snapshot_store.salts import tenant_salt
 from tests.fleet import Fleet, TurnClient
 from tests.fleet_fixtures import MakeFleet
+from workers.registry import list_workers
 from workers.turns.calls import append_events, cancel, claim, commit, sweep
 from workers.turns.errors import StaleLease, TurnControlError
 from workers.turns.events import EventKind, TurnEvent, TurnState
@@ -48,6 +49,12 @@ def test_message_never_delivered_is_sent_again_and_runs_once(local_fleet: Fleet)
         time.sleep(0.2)
     assert [message.turn_id for message in due] == [turn_id]
     assert local_fleet.run("a", turn_id).epoch == 1
+
+
+def test_worker_says_what_it_computes_with(local_fleet: Fleet) -> None:
+    local_fleet.worker("a")
+    [worker] = local_fleet.control.run(list_workers())
+    assert (worker.backend, worker.device) == ("cpu", "1 threads")
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0, "seed": 1}, HOT])
