@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import _record
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.attention import DECODE, AttentionTables, DecodeAttention, DecodeRing
+from gpu.cuda.attention import AttentionTables, BlockRing, DecodeAttention, DecodeRing, HalfRing
 from gpu.cuda.programs import ProgramCompiler
 from tests.gpu.lab import Lab
 from tests.gpu.paged_attention import make_layout, random_pages, random_queries
@@ -33,14 +33,21 @@ MIRROR_CELLS = 8192
 BUS_RATE = 51.2e9
 DISTINCT_PAGES = 8
 SECOND_LEVEL_CACHE = 60e6
-RINGS = tuple(
-    DecodeRing(*stages, resident, padding)
-    for stages in ((1, 1), (2, 1), (2, 2))
-    for resident in (4, 8, 12)
-    for padding in (0, 32)
-)
-RING_PARAMETERS = ("K_STAGES", "V_STAGES", "RESIDENT", "VALUE_PADDING")
-PROCESSOR_BYTES = 227 << 10
+RINGS: dict[int, tuple[DecodeRing, ...]] = {
+    1: (
+        *(DecodeRing(2, 1, 8, padding) for padding in (0, 32)),
+        *(DecodeRing(*stages, 8) for stages in ((1, 1), (1, 2), (2, 2), (3, 2))),
+        *(DecodeRing(*stages, 12) for stages in ((1, 1), (2, 1), (1, 2))),
+        DecodeRing(2, 1, 10),
+        DecodeRing(2, 2, 11),
+    ),
+    VERIFY_ROWS: tuple(
+        DecodeRing(*ring) for ring in ((1, 1, 8), (1, 2, 8), (2, 1, 6), (2, 1, 7), (2, 1, 8), (2, 2, 8), (2, 1, 8, 32))
+    ),
+}
+"""What --sweep tries for one row and for rows of verify, as far as it fits."""
+
+HALF_RINGS = (HalfRing(3, 2), HalfRing(2, 3))
 
 
 def main() -> None:
@@ -96,21 +103,27 @@ class Bench:
     def sweep(self, bandwidth: float) -> None:
         """Print some cases with every ring that fits."""
         device, chosen = self.lab.device, self.attention
-        tried = [
-            DecodeAttention(device.kernels, self.layout, NUM_HEADS, device.num_processors, ring)
-            for ring in RINGS
-            if ring.resident * (ring.shared_bytes(self.layout, 1) + 1024) <= PROCESSOR_BYTES + 1024
-            and (ring.value_padding or self.layout.v_format.group_size)
-        ]
+        tried: list[tuple[int, int, BlockRing, DecodeAttention]] = []
+        for rows, rings in RINGS.items():
+            for ring in rings if self.layout.k_format.group_size else HALF_RINGS:
+                attention = DecodeAttention(device.kernels, self.layout, NUM_HEADS, device.num_processors, ring)
+                tiles = attention.plan(rows, 1, PAGE_SIZE, rows).query_tiles
+                variant = attention.decode_variant(tiles)
+                if ring.shared_bytes(self.layout, tiles) <= variant["SHARED_BYTES"]:
+                    tried.append((rows, tiles, ring, attention))
         compiler = ProgramCompiler(device.arch)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda attention: compiler.compile(DECODE, attention.decode_variant(1)), tried))
-        for attention in tried:
+            list(pool.map(lambda one: compiler.compile(one[3].decode_source(), one[3].decode_variant(one[1])), tried))
+        for rows, _, ring, attention in tried:
             self.attention = attention
-            print({name: attention.decode_variant(1)[name] for name in RING_PARAMETERS})
-            for sequences, cells in (CASES[0], CASES[1], CASES[-2]):
-                self.measure(sequences, cells, 1, bandwidth)
-            self.measure_mirror()
+            print(ring)
+            if rows == 1:
+                for sequences, cells in CASES[:2]:
+                    self.measure(sequences, cells, 1, bandwidth)
+                self.measure_mirror()
+            else:
+                for cells in VERIFY_CELLS[:2]:
+                    self.measure(1, cells, rows, bandwidth)
         self.attention = chosen
 
     def measure_mirror(self) -> list[dict[str, Any]]:

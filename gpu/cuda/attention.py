@@ -7,14 +7,14 @@ Scratch between the two kernels: partial results f32 [row][head][max_splits][hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.architectures import shared_bytes
+from gpu.cuda.architectures import capability, shared_bytes
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
 from gpu.errors import LayoutError, PlanError
-from gpu.formats import PlaneFormat
+from gpu.formats import F16, PlaneFormat
 from gpu.layout import KVLayout
 
 BLOCK_CELLS: Final = 64
@@ -25,11 +25,25 @@ PRODUCT_ROWS: Final = 16
 _WARP: Final = 32
 _PIECE: Final = 16
 _QUERY_TILE: Final = 8
-"""Columns of the kernel's products."""
+"""Columns of the products of the kernel for quantized planes."""
 
 _VALUE_PADDING: Final = 32
+"""Bytes after 16 cells of V that keep a warp's reads in different banks. Not with bulk copies: they take several short
+ones then, to targets that split the lines of memory, which costs more than the banks (a tenth of the bus to a mirror).
+"""
+
+_BULK_CAPABILITY: Final = 90
+_SPARE_REGISTERS: Final = range(80, 91)
+"""Architectures whose code for two query tiles leaves registers for a fold."""
+
 _STAGES: Final = ((2, 2), (2, 1), (1, 1))
 """Blocks of K and of V that a CTA has in shared memory, the preferred ones first."""
+
+_HALF_WARPS: Final = 4
+_HALF_STAGES: Final = 3
+_HALF_RESIDENT: Final = 4
+_EXCHANGE_BYTES: Final = _HALF_WARPS * _WARP * (16 + 8) + PRODUCT_ROWS * (_HALF_WARPS * 4 + 8)
+"""Shared memory through which the warps of a block of f16 cells meet."""
 
 _RESERVED_BYTES: Final = 1 << 10
 """Shared memory that the system takes for each CTA."""
@@ -42,31 +56,40 @@ _START_BLOCKS: Final = 1.5
 _P, _I32 = Arg.POINTER, Arg.I32
 
 
+_DECODE_ARGUMENTS: Final = (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32, _I32)
+_SHAPE: Final = ("HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE")
+
+
 def _decode_sample(
     head_dim: int, heads: int, kv_heads: int, k: int, v: int, page_size: int = 64, query_tiles: int = 1
 ) -> dict[str, int]:
-    shape = {"HEAD_DIM": head_dim, "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "PAGE_SIZE": page_size}
-    ring = {"K_STAGES": 2, "V_STAGES": 1, "VALUE_PADDING": _VALUE_PADDING, "SHARED_BYTES": 57 << 10, "RESIDENT": 4}
-    return {**shape, "K_PLANE": k, "V_PLANE": v, "QUERY_TILES": query_tiles, **ring}
+    shape = dict(zip(_SHAPE, (head_dim, heads, kv_heads, page_size, k, v), strict=True))
+    if k == F16.kernel_id:
+        return {**shape, "STAGES": 3, "SHARED_BYTES": 102 << 10, "RESIDENT": 2}
+    ring = {"K_STAGES": 2, "V_STAGES": 1, "VALUE_PADDING": 0, "SHARED_BYTES": 57 << 10, "RESIDENT": 4}
+    return {**shape, "QUERY_TILES": query_tiles, "REGISTER_FOLDS": 2 - query_tiles, **ring}
 
 
 DECODE: Final = KernelSource(
     "attention_decode.cu",
-    (KernelEntry("attention_decode", (_P, _P, _P, _P, _P, _I32, _I32, _I32, _I32, _I32)),),
+    (KernelEntry("attention_decode", _DECODE_ARGUMENTS),),
     parameters=(
-        "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "QUERY_TILES", "K_STAGES",
-        "V_STAGES", "VALUE_PADDING", "SHARED_BYTES", "RESIDENT",
+        *_SHAPE, "QUERY_TILES", "K_STAGES", "V_STAGES", "VALUE_PADDING", "REGISTER_FOLDS", "SHARED_BYTES", "RESIDENT",
     ),
     samples=(
         _decode_sample(128, 32, 8, 1, 2),
-        _decode_sample(128, 32, 8, 0, 0),
-        _decode_sample(128, 8, 1, 0, 2, 128),
         _decode_sample(64, 9, 3, 1, 1, 16),
         _decode_sample(64, 9, 3, 2, 2, 16),
-        _decode_sample(64, 15, 3, 2, 0, 32, query_tiles=2),
+        _decode_sample(64, 15, 3, 2, 1, 32, query_tiles=2),
         _decode_sample(128, 32, 8, 1, 2, query_tiles=2),
     ),
 )  # fmt: skip
+DECODE_HALF: Final = KernelSource(
+    "attention_decode_half.cu",
+    (KernelEntry("attention_decode_half", _DECODE_ARGUMENTS),),
+    parameters=(*_SHAPE, "STAGES", "SHARED_BYTES", "RESIDENT"),
+    samples=(_decode_sample(128, 32, 8, 0, 0), _decode_sample(64, 9, 3, 0, 0, 16), _decode_sample(64, 8, 1, 0, 0, 128)),
+)
 FOLD: Final = KernelSource(
     "attention_fold.cu",
     (KernelEntry("attention_fold", (_P, _P, _P, _P, _I32, _I32, _I32)),),
@@ -76,15 +99,15 @@ FOLD: Final = KernelSource(
         for head_dim, v, layout, warps in ((128, 2, 0, 1), (128, 0, 1, 16), (64, 2, 1, 4), (64, 1, 0, 16))
     ),
 )
-SOURCES: Final = (DECODE, FOLD)
+SOURCES: Final = (DECODE, DECODE_HALF, FOLD)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """A launch of decode attention, fixed when a step is captured; it serves every step with at most its sizes.
 
-    query_tiles: 8-column tiles of the kernel's products, for tile_rows rows of a tile. chunks: CTAs that share a tile
-    and KV head. max_splits: sub-splits of max_length cells. unsettled: rows that one
+    query_tiles: tiles of 8 queries (rows times query heads of a KV head) for tile_rows rows. chunks: CTAs that share a
+    tile and KV head. max_splits: sub-splits of max_length cells. unsettled: rows that one
     sequence may have in the step beside a tile's. scratch_rows: of the step, or tile_stride for each tile if not 0.
     """
 
@@ -99,26 +122,81 @@ class DecodePlan:
     tile_stride: int
 
 
+class BlockRing(Protocol):
+    """Free parameters of a decode kernel: the blocks of cells that a CTA has in shared memory, and its CTAs."""
+
+    @property
+    def source(self) -> KernelSource:
+        """The kernel's source; its only kernel has the name of the file."""
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+
+    @property
+    def resident(self) -> int:
+        """CTAs on a processor."""
+
+    def shared_bytes(self, layout: KVLayout, query_tiles: int) -> int:
+        """Shared memory that a CTA needs."""
+
+    def parameters(self, query_tiles: int) -> dict[str, int]:
+        """Parameters of the kernel beside those of the shape."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeRing:
-    """Free parameters of the decode kernel.
+    """A ring of the kernel for quantized planes.
 
     k_stages, v_stages: blocks of a plane that are loaded or in use. resident: CTAs on a processor. value_padding: bytes
-    after each 16 cells of quantized V in shared memory.
+    after each 16 cells of V in shared memory. register_folds: query tiles whose fold under way is in registers, 0 or 1.
     """
 
     k_stages: int
     v_stages: int
     resident: int
-    value_padding: int = _VALUE_PADDING
+    value_padding: int = 0
+    register_folds: int = 1
+
+    source = DECODE
+    threads = _WARP
 
     def shared_bytes(self, layout: KVLayout, query_tiles: int) -> int:
-        """Shared memory of a CTA."""
-        padding = self.value_padding if layout.v_format.group_size else 0
+        """Shared memory that a CTA needs."""
         k_slot = BLOCK_CELLS * _cell_bytes(layout.k_format, layout.head_dim)
-        v_slot = BLOCK_CELLS * _cell_bytes(layout.v_format, layout.head_dim) + BLOCK_CELLS // _PIECE * padding
-        fold = query_tiles * _QUERY_TILE * layout.head_dim * 4
+        v_slot = BLOCK_CELLS * _cell_bytes(layout.v_format, layout.head_dim)
+        v_slot += BLOCK_CELLS // _PIECE * self.value_padding
+        fold = (query_tiles - self.register_folds) * _QUERY_TILE * layout.head_dim * 4
         return self.k_stages * (k_slot + _BARRIER_BYTES) + self.v_stages * (v_slot + _BARRIER_BYTES) + fold
+
+    def parameters(self, query_tiles: int) -> dict[str, int]:
+        """Parameters of the kernel beside those of the shape."""
+        return {
+            "QUERY_TILES": query_tiles,
+            "K_STAGES": self.k_stages,
+            "V_STAGES": self.v_stages,
+            "VALUE_PADDING": self.value_padding,
+            "REGISTER_FOLDS": self.register_folds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class HalfRing:
+    """A ring of the kernel for f16 planes. stages: blocks that are loaded or in use. resident: CTAs on a processor."""
+
+    stages: int
+    resident: int
+
+    source = DECODE_HALF
+    threads = _HALF_WARPS * _WARP
+
+    def shared_bytes(self, layout: KVLayout, query_tiles: int) -> int:
+        """Shared memory that a CTA needs, for any number of queries."""
+        return self.stages * BLOCK_CELLS * 4 * layout.head_dim + _EXCHANGE_BYTES
+
+    def parameters(self, query_tiles: int) -> dict[str, int]:
+        """Parameters of the kernel beside those of the shape."""
+        return {"STAGES": self.stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +214,9 @@ class AttentionTables:
 class DecodeAttention:
     """Decode attention for one page layout and number of query heads, on one device.
 
+    A CTA gets its share of a processor's shared memory, even if its ring is smaller: so no processor takes more than
+    `resident` CTAs of a kernel, and those of the next layer cannot crowd on the processors that are done first.
+
     ring: instead of what suits the device. without: levels that are taken away, such as KVALET_NO_BULK; the bits stay
     the same. Raises LayoutError for shapes that the kernels are not made for.
     """
@@ -146,7 +227,7 @@ class DecodeAttention:
         layout: KVLayout,
         num_heads: int,
         num_processors: int,
-        ring: DecodeRing | None = None,
+        ring: BlockRing | None = None,
         without: tuple[str, ...] = (),
     ) -> None:
         if layout.head_dim not in (64, 128):
@@ -160,9 +241,10 @@ class DecodeAttention:
         self._library = library
         self._num_processors = num_processors
         self._levels = dict.fromkeys(without, 1)
-        limit = shared_bytes(library.arch)
-        self._rings = {
-            tiles: ring or choose_ring(layout, limit, tiles) for tiles in range(1, PRODUCT_ROWS // _QUERY_TILE + 1)
+        self._limit = shared_bytes(library.arch)
+        self._rings: dict[int, BlockRing] = {
+            tiles: ring or choose_ring(layout, library.arch, tiles)
+            for tiles in range(1, PRODUCT_ROWS // _QUERY_TILE + 1)
         }
 
     def plan(self, num_rows: int, num_tiles: int, max_length: int, tile_rows: int = 0) -> DecodePlan:
@@ -225,9 +307,9 @@ class DecodeAttention:
             tables.max_pages, plan.max_splits, plan.tile_stride, plan.unsettled,
         )  # fmt: skip
         grid = (plan.chunks, self.layout.num_kv_heads, plan.num_tiles)
-        kernel = self._library.get(DECODE, "attention_decode", self.decode_variant(plan.query_tiles))
-        shared = self._rings[plan.query_tiles].shared_bytes(self.layout, plan.query_tiles)
-        kernel.launch(stream, grid, _WARP, arguments, shared)
+        ring, variant = self._rings[plan.query_tiles], self.decode_variant(plan.query_tiles)
+        kernel = self._library.get(ring.source, ring.source.kernels[0].name, variant)
+        kernel.launch(stream, grid, ring.threads, arguments, variant["SHARED_BYTES"])
 
     def fold(
         self,
@@ -251,6 +333,10 @@ class DecodeAttention:
     def _partials_bytes(self, plan: DecodePlan) -> int:
         return plan.scratch_rows * self.num_heads * plan.max_splits * self.layout.head_dim * 4
 
+    def decode_source(self) -> KernelSource:
+        """Source of the decode kernel."""
+        return self._rings[1].source
+
     def decode_variant(self, query_tiles: int) -> dict[str, int]:
         """Parameters of the decode kernel."""
         ring = self._rings[query_tiles]
@@ -261,12 +347,9 @@ class DecodeAttention:
             "PAGE_SIZE": self.layout.page_size,
             "K_PLANE": self.layout.k_format.kernel_id,
             "V_PLANE": self.layout.v_format.kernel_id,
-            "QUERY_TILES": query_tiles,
-            "K_STAGES": ring.k_stages,
-            "V_STAGES": ring.v_stages,
-            "VALUE_PADDING": ring.value_padding,
-            "SHARED_BYTES": ring.shared_bytes(self.layout, query_tiles),
+            "SHARED_BYTES": _share(self._limit, ring.resident),
             "RESIDENT": ring.resident,
+            **ring.parameters(query_tiles),
             **self._levels,
         }
 
@@ -305,17 +388,35 @@ def choose_chunks(pairs: int, blocks: int, num_processors: int, *, resident: int
     return min(range(1, most + 1), key=estimate)
 
 
-def choose_ring(layout: KVLayout, limit: int, query_tiles: int) -> DecodeRing:
-    """The most stages that leave room for 8 CTAs, else for 4, 2 or 1; limit: shared memory of a CTA.
-
-    CTAs are warps: multiples of 4 keep all four schedulers of a processor equally busy.
-    """
+def choose_ring(layout: KVLayout, arch: str, query_tiles: int) -> BlockRing:
+    """The ring that suits a page layout on an architecture such as "sm_90a"."""
+    limit, padding = shared_bytes(arch), 0 if capability(arch) >= _BULK_CAPABILITY else _VALUE_PADDING
+    if layout.k_format.group_size == 0:
+        return _choose_half_ring(layout, limit)
+    folds = 1 if query_tiles == 1 or capability(arch) in _SPARE_REGISTERS else 0
+    # Most stages that leave room for 8 CTAs, else for 4, 2 or 1: CTAs are warps, and multiples of 4 keep all four
+    # schedulers of a processor equally busy.
     for least in (8, 4, 2, 1):
         for k_stages, v_stages in _STAGES:
-            size = DecodeRing(k_stages, v_stages, least).shared_bytes(layout, query_tiles) + _RESERVED_BYTES
-            if least * size <= limit + _RESERVED_BYTES:
-                return DecodeRing(k_stages, v_stages, least)
+            ring = DecodeRing(k_stages, v_stages, least, padding, folds)
+            if ring.shared_bytes(layout, query_tiles) <= _share(limit, least):
+                return ring
     raise LayoutError("head_dim", layout.head_dim, f"a block of cells does not fit into {limit} bytes of shared memory")
+
+
+def _choose_half_ring(layout: KVLayout, limit: int) -> HalfRing:
+    """The most stages that fit, then the most CTAs."""
+    for stages in range(_HALF_STAGES, 0, -1):
+        for resident in range(_HALF_RESIDENT, 0, -1):
+            ring = HalfRing(stages, resident)
+            if ring.shared_bytes(layout, 1) <= _share(limit, resident):
+                return ring
+    raise LayoutError("head_dim", layout.head_dim, f"a block of cells does not fit into {limit} bytes of shared memory")
+
+
+def _share(limit: int, resident: int) -> int:
+    """Shared memory of each of `resident` CTAs on a processor; limit: of the only one."""
+    return ((limit + _RESERVED_BYTES) // resident - _RESERVED_BYTES) // 128 * 128
 
 
 def _ceil_div(value: int, divisor: int) -> int:

@@ -1,10 +1,9 @@
-// Attention of decode and verify rows over paged KV: partial results of sub-splits (attention_fold.cu completes them).
-//
-// Grid (chunks, KV heads, tiles). A CTA is one warp: it takes a contiguous run of a tile's sub-splits for one KV head.
+// Attention of decode and verify rows over quantized planes (attention_decode.cuh says what it leaves). A CTA is one
+// warp.
 //
 // Products are transposed, so that K and V fill the 16 rows of the left operand and queries the 8 columns of the right
-// one: scores^T = K q^T, result^T = V^T P^T. Column n is query row n / GROUP_HEADS of the tile x query head
-// n % GROUP_HEADS of the KV head; a tile has up to 8 QUERY_TILES of them. Lane 4 g + t holds
+// one: scores^T = K q^T, result^T = V^T P^T. Column n is query n of the tile; there are up to 8 QUERY_TILES of them.
+// Lane 4 g + t holds
 //     of scores   strip i (the columns 16 i .. of the block): its columns g and g + 8, queries 2 t and 2 t + 1
 //     of results  two dimensions of each of HEAD_DIM / 16 tiles, the same queries
 // so each code is converted once, by the warp that needs it, and blocks share nothing through shared memory.
@@ -12,60 +11,37 @@
 // K and V arrive in two rings, each slot a block of one plane: codes [cell][..] | scales [cell][..]. A slot is filled
 // again as soon as its block has been used: K while P V runs, V while the next scores do. VALUE_PADDING bytes after
 // each piece of 16 cells let the four pieces that a warp reads V from together start in different banks, for one bulk
-// copy each. f16 rows are not padded; their 16-byte unit u lies at u ^ (cell % 8).
+// copy each.
 //
-// f16 planes and devices without bulk copies: all lanes copy 16 bytes at a time. Pieces of 16 cells never straddle a
-// page; pieces and f16 rows beyond the tile's length are not read.
-#include "attention.cuh"
+// Devices without bulk copies: all lanes copy 16 bytes at a time. Pieces beyond the tile's length are not read.
+#include "attention_decode.cuh"
 
-#define GROUP_HEADS (NUM_HEADS / NUM_KV_HEADS)
-#define PIECE 16
-#define PIECES (BLOCK_CELLS / PIECE)
 #define STRIPS (BLOCK_CELLS / 16)
-static_assert(NUM_HEADS % NUM_KV_HEADS == 0 && GROUP_HEADS >= 1 && GROUP_HEADS <= 8, "1 to 8 query heads per KV head");
+static_assert(K_PLANE != PLANE_F16 && V_PLANE != PLANE_F16, "quantized planes");
 static_assert(QUERY_TILES >= 1 && QUERY_TILES <= 2, "8 or 16 columns");
+static_assert(REGISTER_FOLDS >= 0 && REGISTER_FOLDS <= 1, "registers for one fold");
 static_assert(K_STAGES >= 1 && K_STAGES <= 4 && V_STAGES >= 1 && V_STAGES <= 4, "1 to 4 blocks of a plane");
 
-typedef LayerOffsets<K_PLANE, V_PLANE, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE> Offsets;
-constexpr int STEPS = HEAD_DIM / 16;  // k16 steps of the scores, and tiles of 16 dimensions of the result
-constexpr bool USE_BULK = HAS_BULK && K_PLANE != PLANE_F16 && V_PLANE != PLANE_F16;
-constexpr bool WHOLE_BLOCKS = PAGE_SIZE % BLOCK_CELLS == 0;  // a block lies in one page
-
-// Codes or scales of one plane. ROW: bytes per cell. PAD: bytes after each piece. SWIZZLED: f16 rows. OFFSET: in the
-// layer.
-template <int ROW_, int PAD_, bool SWIZZLED_, int OFFSET_>
+// Codes or scales of one plane. ROW: bytes per cell. PAD: bytes after each piece. OFFSET: in the layer.
+template <int ROW_, int PAD_, int OFFSET_>
 struct SlotPart {
     static constexpr int ROW = ROW_, PIECE_BYTES = PIECE * ROW_, STRIDE = PIECE_BYTES + PAD_, BYTES = PIECES * STRIDE;
     static constexpr int OFFSET = OFFSET_;
-    static constexpr bool SWIZZLED = SWIZZLED_;
 };
-typedef SlotPart<Offsets::K::CODE_BYTES, 0, K_PLANE == PLANE_F16, Offsets::K_CODES> KeyCodes;
-typedef SlotPart<Offsets::K::SCALE_BYTES, 0, false, Offsets::K_SCALES> KeyScales;
-typedef SlotPart<Offsets::V::CODE_BYTES, V_PLANE == PLANE_F16 ? 0 : VALUE_PADDING, V_PLANE == PLANE_F16,
-                 Offsets::V_CODES>
-    ValueCodes;
-typedef SlotPart<Offsets::V::SCALE_BYTES, 0, false, Offsets::V_SCALES> ValueScales;
+typedef SlotPart<Offsets::K::CODE_BYTES, 0, Offsets::K_CODES> KeyCodes;
+typedef SlotPart<Offsets::K::SCALE_BYTES, 0, Offsets::K_SCALES> KeyScales;
+typedef SlotPart<Offsets::V::CODE_BYTES, VALUE_PADDING, Offsets::V_CODES> ValueCodes;
+typedef SlotPart<Offsets::V::SCALE_BYTES, 0, Offsets::V_SCALES> ValueScales;
 constexpr int KEY_SCALES = KeyCodes::BYTES, VALUE_SCALES = ValueCodes::BYTES;
 constexpr int K_SLOT = KEY_SCALES + KeyScales::BYTES, V_SLOT = VALUE_SCALES + ValueScales::BYTES;
-// Shared memory: slots of K, slots of V, the fold under way [dimension tile][query tile][lane] float4, a barrier for
-// each slot.
+// Shared memory: slots of K, slots of V, the fold under way of the query tiles from REGISTER_FOLDS on (of those before
+// it is in registers) [query tile][dimension tile][lane] float4, a barrier for each slot.
 constexpr int V_SLOTS = K_STAGES * K_SLOT, FOLD = V_SLOTS + V_STAGES * V_SLOT;
-constexpr int BARRIERS = FOLD + STEPS * QUERY_TILES * 32 * 16;
+constexpr int BARRIERS = FOLD + (QUERY_TILES - REGISTER_FOLDS) * STEPS * 32 * 16;
 static_assert(K_SLOT % 16 == 0 && V_SLOT % 16 == 0, "copies are of 16 bytes");
 static_assert(BARRIERS + 8 * (K_STAGES + V_STAGES) <= SHARED_BYTES, "the launch gives SHARED_BYTES of shared memory");
 
-DEVICE u32 swizzled_unit(int cell, int unit) {
-    return (u32)((unit & ~7) | ((unit ^ cell) & 7)) * 16;
-}
-
 // ---- loading ------------------------------------------------------------
-// What the rings of K and V have in common: the chunk's blocks. pages: of the tile's sequence.
-struct ChunkPlace {
-    const u64* pages;
-    u32 layer_offset;
-    int head, length, end_block;
-};
-
 // Copies blocks of one plane in order, each into the next slot. block: the next one to copy; page: its page, read when
 // the block before is copied; where blocks have several pages, that of the piece `lane % 4`.
 template <typename Codes, typename Scales, int STAGES>
@@ -75,109 +51,90 @@ struct PlaneRing {
     u32 slots, barriers, slot, phase;  // slot: of the block to use next, phase: parity of its barrier
     int block;
 
-    DEVICE void start(const ChunkPlace& chunk, int first_block, u32 slots_, u32 barriers_) {
-        slots = slots_, barriers = barriers_, block = first_block, slot = phase = 0;
-        find_page(chunk);
-    }
-    DEVICE void find_page(const ChunkPlace& chunk) {
-        const int cell = block * BLOCK_CELLS + (WHOLE_BLOCKS ? 0 : threadIdx.x & 3) * PIECE;
-        page = cell < chunk.length ? load_global64(chunk.pages + cell / PAGE_SIZE) : 0;
+    DEVICE void start(const Chunk& chunk, u32 slots_, u32 barriers_) {
+        slots = slots_, barriers = barriers_, block = chunk.first_block, slot = phase = 0;
+        page = chunk.page_of(block, threadIdx.x & 3);
     }
     // The next block, if there is one, into a slot that all lanes have left.
-    DEVICE void issue(const ChunkPlace& chunk, u32 target_slot) {
+    DEVICE void issue(const Chunk& chunk, u32 target_slot) {
         if (block < chunk.end_block) {
+            const u32 target = slots + target_slot * SLOT_BYTES;
 #if HAS_BULK
-            if (USE_BULK) issue_bulk(chunk, target_slot);
+            issue_bulk(chunk, target, barriers + 8 * target_slot);
+#else
+            copy_part<Codes>(chunk, target);
+            copy_part<Scales>(chunk, target + Codes::BYTES);
 #endif
-            if (!USE_BULK) {
-                copy_part<Codes>(chunk, slots + target_slot * SLOT_BYTES);
-                copy_part<Scales>(chunk, slots + target_slot * SLOT_BYTES + Codes::BYTES);
-            }
             block++;
-            find_page(chunk);
+            page = chunk.page_of(block, threadIdx.x & 3);
         }
-        if (!USE_BULK) async_commit();
+#if !HAS_BULK
+        async_commit();
+#endif
     }
     // Until the block in `slot` is there. Other copies of this plane and of the other take turns, so that between a
     // block's copies and its use there are those of 2 STAGES - 1 others.
     DEVICE void wait() const {
 #if HAS_BULK
-        if (USE_BULK) barrier_wait(barriers + 8 * slot, phase);
+        barrier_wait(barriers + 8 * slot, phase);
+#else
+        async_wait<2 * STAGES - 1>();
+        __syncwarp();
 #endif
-        if (!USE_BULK) async_wait<2 * STAGES - 1>();
-        if (!USE_BULK) __syncwarp();
     }
     DEVICE u32 base() const { return slots + slot * SLOT_BYTES; }
     // All lanes are done with the block in `slot`.
-    DEVICE void release(const ChunkPlace& chunk) {
+    DEVICE void release(const Chunk& chunk) {
         __syncwarp();
         issue(chunk, slot);
         if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    template <typename Part>
-    DEVICE u64 source(const ChunkPlace& chunk, u64 from_page, int cell) const {
-        const u32 place = chunk.head * PAGE_SIZE + cell % PAGE_SIZE;
-        return from_page + chunk.layer_offset + Part::OFFSET + place * Part::ROW;
-    }
 
 #if HAS_BULK
     // One copy for all pieces where they follow each other in the slot too, else one by the lane of each piece.
-    DEVICE void issue_bulk(const ChunkPlace& chunk, u32 target_slot) {
-        const int lane = threadIdx.x, first = block * BLOCK_CELLS;
-        const int pieces = min(PIECES, (chunk.length - first + PIECE - 1) / PIECE);
-        const u32 target = slots + target_slot * SLOT_BYTES, barrier = barriers + 8 * target_slot;
-        if (lane >= PIECES) return;
-        if (lane == 0) barrier_expect(barrier, pieces * (Codes::PIECE_BYTES + Scales::PIECE_BYTES));
+    DEVICE void issue_bulk(const Chunk& chunk, u32 target, u32 barrier) {
+        const int pieces = min(PIECES, (chunk.length - block * BLOCK_CELLS + PIECE - 1) / PIECE);
+        if (threadIdx.x >= PIECES) return;
+        if (threadIdx.x == 0) barrier_expect(barrier, pieces * (Codes::PIECE_BYTES + Scales::PIECE_BYTES));
         copy_bulk<Codes>(chunk, target, pieces, barrier);
         copy_bulk<Scales>(chunk, target + Codes::BYTES, pieces, barrier);
     }
     template <typename Part>
-    DEVICE void copy_bulk(const ChunkPlace& chunk, u32 target, int pieces, u32 barrier) const {
+    DEVICE void copy_bulk(const Chunk& chunk, u32 target, int pieces, u32 barrier) const {
         const int lane = threadIdx.x, first = block * BLOCK_CELLS;
         if (WHOLE_BLOCKS && Part::STRIDE == Part::PIECE_BYTES) {
             if (lane == 0)
-                bulk_copy(target, (const void*)source<Part>(chunk, page, first), pieces * Part::PIECE_BYTES, barrier,
+                bulk_copy(target, (const void*)chunk.source<Part>(page, first), pieces * Part::PIECE_BYTES, barrier,
                           EVICT_FIRST);
         } else if (lane < pieces) {
-            bulk_copy(target + lane * Part::STRIDE, (const void*)source<Part>(chunk, page, first + lane * PIECE),
+            bulk_copy(target + lane * Part::STRIDE, (const void*)chunk.source<Part>(page, first + lane * PIECE),
                       Part::PIECE_BYTES, barrier, EVICT_FIRST);
         }
     }
-#endif
-
+#else
     template <typename Part>
-    DEVICE void copy_part(const ChunkPlace& chunk, u32 target) const {
+    DEVICE void copy_part(const Chunk& chunk, u32 target) const {
         constexpr int UNITS = Part::PIECE_BYTES / 16, ROUNDS = (PIECES * UNITS + 31) / 32;
         static_assert(Part::PIECE_BYTES % 16 == 0, "pieces are copied in units of 16 bytes");
 #pragma unroll 2  // all of them would keep their addresses in registers
         for (int round = 0; round < ROUNDS; round++) {
-            constexpr int ROW_UNITS = Part::ROW / 16;
-            const int unit = round * 32 + threadIdx.x, piece = unit / (UNITS ? UNITS : 1);
-            const int in_piece = unit - piece * UNITS, first = block * BLOCK_CELLS + piece * PIECE;
+            const int unit = round * 32 + threadIdx.x, piece = unit / UNITS, in_piece = unit - piece * UNITS;
+            const int first = block * BLOCK_CELLS + piece * PIECE;
             const u64 from_page = WHOLE_BLOCKS ? page : __shfl_sync(FULL_WARP, page, piece & 3);
-            const u64 from = source<Part>(chunk, from_page, first) + in_piece * 16;
-            if (Part::SWIZZLED) {
-                // Beyond the length: zeros. UNITS * PIECES is a multiple of 32 here.
-                const int in_block = unit / (ROW_UNITS ? ROW_UNITS : 1), column = unit - in_block * ROW_UNITS;
-                const bool exists = block * BLOCK_CELLS + in_block < chunk.length;
-                async_copy16(target + in_block * Part::ROW + swizzled_unit(in_block, column),
-                             (const void*)(exists ? from : (u64)chunk.pages & ~15ull), exists ? 16 : 0);
-            } else if (piece < PIECES && first < chunk.length) {
-                async_copy16(target + piece * Part::STRIDE + in_piece * 16, (const void*)from);
-            }
+            if (piece < PIECES && first < chunk.length)
+                async_copy16(target + piece * Part::STRIDE + in_piece * 16,
+                             (const void*)(chunk.source<Part>(from_page, first) + in_piece * 16));
         }
     }
+#endif
 };
 
-// Zeroes V of the cells from `left` on, as far as junk could matter: scales of quantized V (f16 came as zeros).
+// Zeroes V of the cells from `left` on, as far as junk could matter: the scales.
 DEVICE void clear_values(u32 slot_base, int left) {
-    if (V_PLANE == PLANE_F16) return;
     constexpr int HALVES = ValueScales::ROW / 2;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (BLOCK_CELLS - left) * HALVES; i += 32) {
-        const int cell = left + i / (HALVES ? HALVES : 1), half = i % (HALVES ? HALVES : 1);
-        store_shared16(slot_base + VALUE_SCALES + cell * ValueScales::ROW + half * 2, 0);
-    }
+    for (int i = threadIdx.x; i < (BLOCK_CELLS - left) * HALVES; i += 32)
+        store_shared16(slot_base + VALUE_SCALES + (left + i / HALVES) * ValueScales::ROW + i % HALVES * 2, 0);
     __syncwarp();
 }
 
@@ -187,15 +144,6 @@ DEVICE void clear_values(u32 slot_base, int left) {
 template <int FORMAT>
 DEVICE void load_query(u32 (&q)[STEPS][2], const u16* row) {
     const int t = threadIdx.x & 3;
-    if (FORMAT == PLANE_F16) {
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            const u32* words = (const u32*)row + 8 * step + t;
-            q[step][0] = row ? words[0] : 0;
-            q[step][1] = row ? words[4] : 0;
-        }
-        return;
-    }
     // A lane's dimensions are RUNS runs of RUN neighbours, which begin at key_dimension(.., t, 0).
     constexpr int RUN = FORMAT == PLANE_INT8 ? 16 : HEAD_DIM / 4, RUNS = HEAD_DIM / 4 / RUN, RUN_STEPS = RUN / 4;
 #pragma unroll
@@ -246,24 +194,6 @@ typedef u32 Queries[STEPS][QUERY_TILES][2];
 typedef float Scores[STRIPS][QUERY_TILES][4];
 template <int FORMAT>
 struct KeyPlane;
-
-template <>
-struct KeyPlane<PLANE_F16> {
-    DEVICE static void scores(Scores& s, const Queries& q, u32 slot_base) {
-        const int lane = threadIdx.x;
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; strip++) {
-            // Matrices: columns 0-7 and 8-15 of the strip for k 0-7, then for k 8-15.
-            const int cell = cell_of_column<V_PLANE>(16 * strip + (lane & 15));
-#pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                u32 a[4];
-                load_matrices(a, slot_base + cell * KeyCodes::ROW + swizzled_unit(cell, 2 * step + (lane >> 4)));
-                multiply_tiles(s[strip], a, q[step]);
-            }
-        }
-    }
-};
 
 template <>
 struct KeyPlane<PLANE_INT8> {
@@ -340,44 +270,12 @@ struct KeyPlane<PLANE_Q4> {
     }
 };
 
-// Adds a block's P V. p: right fragments of P, [k16 step][query tile]. store: the values of query 2 t + second of a
-// query tile; row: HEAD_DIM f32.
 typedef float Results[STEPS][QUERY_TILES][4];
 typedef u32 Weights[STRIPS][QUERY_TILES][2];
-template <int FORMAT>
-struct ValuePlane;
-
-template <>
-struct ValuePlane<PLANE_F16> {
-    DEVICE static void multiply(Results& c, u32 slot_base, const Weights& p) {
-        const int lane = threadIdx.x;
-#pragma unroll
-        for (int step = 0; step < STRIPS; step++) {
-            // Matrices: cells 0-7 for dimensions 0-7 and 8-15 of the tile, then cells 8-15.
-            const int cell = step * 16 + (lane >> 4) * 8 + (lane & 7);
-#pragma unroll
-            for (int tile = 0; tile < STEPS; tile++) {
-                u32 a[4];
-                load_matrices_transposed(
-                    a, slot_base + cell * ValueCodes::ROW + swizzled_unit(cell, 2 * tile + ((lane >> 3) & 1)));
-                multiply_tiles(c[tile], a, p[step]);
-            }
-        }
-    }
-    // Tile n has the dimensions 16 n ..: a lane's are g and g + 8 of each.
-    DEVICE static void store(float* row, const Results& c, int query_tile, int second) {
-#pragma unroll
-        for (int tile = 0; tile < STEPS; tile++) {
-            row[16 * tile + (threadIdx.x >> 2)] = c[tile][query_tile][second];
-            row[16 * tile + 8 + (threadIdx.x >> 2)] = c[tile][query_tile][2 + second];
-        }
-    }
-};
-
-// Quantized V. A lane reads, of 4 neighbouring cells of piece t, the codes of the CODES dimensions from CODES g on;
+// Adds a block's P V. p: right fragments of P, [k16 step][query tile]. A lane reads, of 4 neighbouring cells of piece t, the codes of the CODES dimensions from CODES g on;
 // codes 2 i and 2 i + 1 are the rows g and g + 8 of tile i.
 template <int FORMAT>
-struct QuantizedValues {
+struct ValuePlane {
     static constexpr int CODES = HEAD_DIM / 8, WORDS = CODES * PlaneTraits<FORMAT>::BITS / 32;
 
     // Code i of two cells as f16.
@@ -415,7 +313,7 @@ struct QuantizedValues {
             }
         }
     }
-    // A lane's dimensions are CODES neighbours.
+    // The values of query 2 t + second of a query tile: a lane's dimensions are CODES neighbours. row: HEAD_DIM f32.
     DEVICE static void store(float* row, const Results& c, int query_tile, int second) {
         float* target = row + (threadIdx.x >> 2) * CODES;
 #pragma unroll
@@ -424,10 +322,6 @@ struct QuantizedValues {
                                                      c[i + 1][query_tile][second], c[i + 1][query_tile][2 + second]);
     }
 };
-template <>
-struct ValuePlane<PLANE_INT8> : QuantizedValues<PLANE_INT8> {};
-template <>
-struct ValuePlane<PLANE_Q4> : QuantizedValues<PLANE_Q4> {};
 
 // ---- softmax ------------------------------------------------------------
 // Lanes of a query are those of its t; the arithmetic is that of `exponentiate_block`, whose lane t' is here the pair
@@ -483,17 +377,6 @@ DEVICE float column_sum(float x) {
 }
 
 // ---- the kernel ------------------------------------------------------------
-// Column n of the products.
-struct Query {
-    int row, head;
-    DEVICE Query(int n) : row(n / GROUP_HEADS), head(blockIdx.y * GROUP_HEADS + n % GROUP_HEADS) {}
-};
-
-// queries: f16 [row][head][HEAD_DIM], rotated where K is. page_table: u64 [slot][max_pages]. tiles: AttentionTile.
-// partials: f32 [row][head][max_splits][HEAD_DIM]; statistics: f32 pairs (maximum, sum) [row][head][max_splits]; rows
-// as `scratch_row` says. A chunk that has the first sub-splits of a group folds them and stores the fold under the last
-// one's index. unsettled: cells below a tile's first position that this step may still write (the most rows that one
-// sequence has in the step, minus 1): older ones are fetched before the previous kernel has ended.
 extern "C" __global__ void __launch_bounds__(32, RESIDENT)
     attention_decode(const u16* queries, const u64* page_table, const AttentionTile* tiles, float* partials,
                      float2* statistics, i32 layer, i32 max_pages, i32 max_splits, i32 tile_stride, i32 unsettled) {
@@ -501,54 +384,47 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
     allow_next_kernel();
     const int g = threadIdx.x >> 2, t = threadIdx.x & 3;
     const AttentionTile tile = tiles[blockIdx.z];
-    const int length = tile.first_position + tile.rows, blocks = blocks_of(length);
-    const int first_sub = tile.rows > 0 ? chunk_begin(blockIdx.x, gridDim.x, blocks) : 0;
-    const int end_sub = tile.rows > 0 ? chunk_begin(blockIdx.x + 1, gridDim.x, blocks) : 0;
-    if (first_sub >= end_sub) {
+    const Chunk chunk(tile, page_table, layer, max_pages, unsettled);
+    if (chunk.first_sub >= chunk.end_sub) {
         wait_previous_kernel();
         return;
     }
     const u32 memory = shared_address(shared);
-    int block = sub_split_begin(first_sub);
-    ChunkPlace chunk;
-    chunk.pages = page_table + (size_t)tile.slot * max_pages;
-    chunk.layer_offset = (u32)layer * Offsets::LAYER_BYTES;  // pages are at most 8 MiB
-    chunk.head = blockIdx.y, chunk.length = length;
-    chunk.end_block = min(sub_split_begin(end_sub), blocks);
     PlaneRing<KeyCodes, KeyScales, K_STAGES> keys;
     PlaneRing<ValueCodes, ValueScales, V_STAGES> values;
-    keys.start(chunk, block, memory, memory + BARRIERS);
-    values.start(chunk, block, memory + V_SLOTS, memory + BARRIERS + 8 * K_STAGES);
+    keys.start(chunk, memory, memory + BARRIERS);
+    values.start(chunk, memory + V_SLOTS, memory + BARRIERS + 8 * K_STAGES);
 #if HAS_BULK
-    if (USE_BULK) {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < K_STAGES + V_STAGES; i++) barrier_init(memory + BARRIERS + 8 * i, 1);
-            barrier_init_fence();
-        }
-        __syncwarp();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < K_STAGES + V_STAGES; i++) barrier_init(memory + BARRIERS + 8 * i, 1);
+        barrier_init_fence();
     }
+    __syncwarp();
 #endif
 
     // The first blocks, in the order in which later ones follow.
-    const int settled = (tile.first_position - unsettled) / BLOCK_CELLS;  // blocks below are complete
     constexpr int MOST_STAGES = K_STAGES > V_STAGES ? K_STAGES : V_STAGES;
     bool waited = false;
 #pragma unroll 1
     for (int turn = 0; turn < MOST_STAGES; turn++) {
         const int key_slot = turn - (MOST_STAGES - K_STAGES), value_slot = turn - (MOST_STAGES - V_STAGES);
-        if (!waited && max(keys.block, values.block) >= settled) {
+        if (!waited && max(keys.block, values.block) >= chunk.settled) {
             wait_previous_kernel();
             waited = true;
         }
         // A plane with fewer slots begins later; its empty group keeps the count that `wait` relies on.
         if (key_slot >= 0)
             keys.issue(chunk, key_slot);
-        else if (!USE_BULK)
+#if !HAS_BULK
+        else
             async_commit();
+#endif
         if (value_slot >= 0)
             values.issue(chunk, value_slot);
-        else if (!USE_BULK)
+#if !HAS_BULK
+        else
             async_commit();
+#endif
     }
     if (!waited) wait_previous_kernel();
 
@@ -564,9 +440,11 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
     }
 
     const u32 fold = memory + FOLD + threadIdx.x * 16;
+    float totals[STEPS][4];
     float total_maximum[QUERY_TILES][2], total_sum[QUERY_TILES];
-    bool folding = false;
-    for (int sub = first_sub; sub < end_sub; sub++) {
+    FoldRun run;
+    int block = chunk.first_block;
+    for (int sub = chunk.first_sub; sub < chunk.end_sub; sub++) {
         QueryState states[QUERY_TILES];
         Results c;
 #pragma unroll
@@ -575,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
 #pragma unroll
             for (int j = 0; j < STEPS; j++) c[j][i][0] = c[j][i][1] = c[j][i][2] = c[j][i][3] = 0.0f;
         }
-        const int sub_end = min(sub_split_begin(sub + 1), blocks);
+        const int sub_end = min(sub_split_begin(sub + 1), chunk.blocks);
         for (; block < sub_end; block++) {
             const int first_cell = block * BLOCK_CELLS;
             Scores s = {};
@@ -587,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
 #pragma unroll
                 for (int i = 0; i < QUERY_TILES * 2; i++) {
                     const int row = Query(8 * (i >> 1) + 2 * t + (i & 1)).row;
-                    const int left = (row < tile.rows ? tile.first_position + row + 1 : length) - first_cell;
+                    const int left = (row < tile.rows ? tile.first_position + row + 1 : chunk.length) - first_cell;
 #pragma unroll
                     for (int j = 0; j < STRIPS * 2; j++)
                         if (cell_of_column<V_PLANE>(8 * j + g) >= left)
@@ -608,19 +486,15 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
                     c[i / 4 % STEPS][i / 4 / STEPS][i % 4] *= factors[i / 4 / STEPS][i & 1];
             }
             values.wait();
-            if (first_cell + BLOCK_CELLS > length) clear_values(values.base(), length - first_cell);
+            if (first_cell + BLOCK_CELLS > chunk.length) clear_values(values.base(), chunk.length - first_cell);
             ValuePlane<V_PLANE>::multiply(c, values.base(), p);
             values.release(chunk);
         }
 
-        // The sub-split joins the fold of its group's first ones, or stands alone.
-        const bool begins_group = sub == group_begin(group_of(sub));
-        folding |= begins_group;
-        const bool begins = begins_group || !folding;
-        const bool continues = folding && sub + 1 < end_sub && sub + 1 != group_begin(group_of(sub + 1));
+        run.enter(sub, chunk.end_sub);
 #pragma unroll
         for (int i = 0; i < QUERY_TILES; i++) {
-            if (begins) {
+            if (run.begins) {
                 total_maximum[i][0] = total_maximum[i][1] = NEGATIVE_INFINITY;
                 total_sum[i] = 0.0f;
             }
@@ -630,15 +504,21 @@ extern "C" __global__ void __launch_bounds__(32, RESIDENT)
             total_sum[i] = fold_value(total_sum[i], sum, g & 1 ? steps[1] : steps[0]);
 #pragma unroll
             for (int j = 0; j < STEPS; j++) {
-                const u32 place = fold + (j * QUERY_TILES + i) * 32 * 16;
-                const float4 total = begins ? make_float4(0, 0, 0, 0) : load_shared_float4(place);
+                const u32 place = fold + ((i - REGISTER_FOLDS) * STEPS + j) * 32 * 16;
+                float4 total = make_float4(0, 0, 0, 0);
+                if (!run.begins)
+                    total = i < REGISTER_FOLDS ? make_float4(totals[j][0], totals[j][1], totals[j][2], totals[j][3])
+                                               : load_shared_float4(place);
                 c[j][i][0] = fold_value(total.x, c[j][i][0], steps[0]);
                 c[j][i][1] = fold_value(total.y, c[j][i][1], steps[1]);
                 c[j][i][2] = fold_value(total.z, c[j][i][2], steps[0]);
                 c[j][i][3] = fold_value(total.w, c[j][i][3], steps[1]);
-                if (continues) store_shared_float4(place, c[j][i]);
+                if (i >= REGISTER_FOLDS && run.continues) store_shared_float4(place, c[j][i]);
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    if (i < REGISTER_FOLDS) totals[j][k] = c[j][i][k];
             }
-            if (continues) continue;
+            if (run.continues) continue;
 #pragma unroll
             for (int second = 0; second < 2; second++) {
                 const Query query(8 * i + 2 * t + second);

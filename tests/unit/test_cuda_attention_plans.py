@@ -8,7 +8,6 @@ import pytest
 
 from gpu.cuda.attention import (
     BLOCK_CELLS,
-    DECODE,
     DecodeAttention,
     choose_chunks,
     choose_ring,
@@ -53,15 +52,22 @@ def test_one_long_sequence_fills_the_device_and_many_do_not_split_further() -> N
 
 
 @pytest.mark.parametrize("kv_format", CACHE_FORMATS)
-@pytest.mark.parametrize("limit_kib", [64, 96, 99, 163, 227])
+@pytest.mark.parametrize(
+    ("arch", "limit_kib"), [("sm_75", 64), ("sm_70", 96), ("sm_86", 99), ("sm_80", 163), ("sm_90a", 227)]
+)
 @pytest.mark.parametrize("query_tiles", [1, 2])
-def test_rings_fit_into_shared_memory(kv_format: str, limit_kib: int, query_tiles: int) -> None:
-    chosen = CACHE_FORMATS[kv_format]
-    layout = KVLayout(2, 8, 128, 64, chosen.k, chosen.v)
-    ring = choose_ring(layout, limit_kib << 10, query_tiles)
-    size = ring.shared_bytes(layout, query_tiles)
-    assert size <= limit_kib << 10
-    assert ring.resident * (size + 1024) <= (limit_kib + 1) << 10
+def test_rings_fit_into_shared_memory(kv_format: str, arch: str, limit_kib: int, query_tiles: int) -> None:
+    attention = _attention(kv_format=kv_format, arch=arch)
+    ring = choose_ring(attention.layout, arch, query_tiles)
+    share = attention.decode_variant(query_tiles)["SHARED_BYTES"]
+    assert ring.shared_bytes(attention.layout, query_tiles) <= share <= limit_kib << 10
+    # The chosen number of CTAs fits on a processor, and no more.
+    assert ring.resident * (share + 1024) <= (limit_kib + 1) << 10 < (ring.resident + 1) * (share + 1024)
+
+
+def test_bulk_copies_fill_slots_of_v_without_padding() -> None:
+    layout = _attention().layout
+    assert [choose_ring(layout, arch, 1).parameters(1)["VALUE_PADDING"] for arch in ("sm_80", "sm_90a")] == [32, 0]
 
 
 def test_scratch_has_rows_of_the_step_or_of_the_tiles_whichever_are_fewer() -> None:
@@ -92,9 +98,10 @@ def test_sizes_that_kernels_do_not_take_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kv_format", CACHE_FORMATS)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"])
 @pytest.mark.parametrize("query_tiles", [1, 2])
 def test_chosen_rings_leave_enough_registers(kv_format: str, arch: str, query_tiles: int) -> None:
-    variant = _attention(kv_format=kv_format, arch=arch).decode_variant(query_tiles)
-    _, notes = ProgramCompiler(arch).compile_verbose(DECODE, variant)
+    attention = _attention(kv_format=kv_format, arch=arch)
+    variant = attention.decode_variant(query_tiles)
+    _, notes = ProgramCompiler(arch).compile_verbose(attention.decode_source(), variant)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in notes
