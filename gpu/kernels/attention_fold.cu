@@ -2,7 +2,8 @@
 // writes the activation of the output product.
 //
 // Grid (rows of a tile, query heads, tiles). A warp folds one group of 64 blocks at a time, HEAD_DIM / 32 dimensions a
-// lane; warp w takes the groups w, w + FOLD_WARPS, ... Groups meet in shared memory, and warp 0 folds them in order.
+// lane; of FOLD_GROUPS at once, warp w takes the groups w, w + FOLD_WARPS, ... They meet in shared memory, and warp 0
+// folds them in order.
 //
 // The decode kernel has already folded the first sub-splits of a group as far as one chunk has them; their fold lies at
 // the last one's index (`chunks` is that kernel's gridDim.x).
@@ -12,7 +13,8 @@
 
 #define VALUES (HEAD_DIM / 32)
 #define LOADS_IN_FLIGHT 16
-static_assert(FOLD_WARPS >= 1 && FOLD_WARPS <= 32, "1 to 32 warps");
+#define FOLD_GROUPS (2 * FOLD_WARPS)
+static_assert(FOLD_WARPS >= 1 && FOLD_WARPS <= 16, "up to 32 groups at once");
 
 // A fold under way: a lane's values, and the row's maximum and sum, the same in all lanes.
 struct Fold {
@@ -77,14 +79,28 @@ DEVICE void fold_range(Fold& fold, const float* partials, const float2* statisti
     }
 }
 
+// Folds `count` groups, up to 32, that lie in shared memory.
+DEVICE void fold_groups(Fold& fold, const float (*values)[HEAD_DIM], const float2* statistics, int count) {
+    const int lane = threadIdx.x & 31;
+    const float2 own = lane < count ? statistics[lane] : make_float2(NEGATIVE_INFINITY, 0.0f);
+    const FoldStep step = scan_steps(own.x, fold.maximum);
+#pragma unroll 4
+    for (int i = 0; i < count; i++) {
+        float part[VALUES];
+        load_values(part, values[i] + lane * VALUES);
+        const float keep = __shfl_sync(FULL_WARP, step.keep, i), take = __shfl_sync(FULL_WARP, step.take, i);
+        fold.add(part, __shfl_sync(FULL_WARP, own.y, i), FoldStep{keep, take});
+    }
+}
+
 // partials, statistics: as the decode kernel leaves them.
 // activation: bf16 of width NUM_HEADS * HEAD_DIM in ACTIVATION_LAYOUT.
-extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS, 1)
     attention_fold(const AttentionTile* tiles, const float* partials, const float2* statistics, u16* activation,
                    i32 chunks, i32 max_splits, i32 tile_stride) {
     __shared__ float4 steps[FOLD_WARPS][32];
-    __shared__ float group_values[FOLD_WARPS][HEAD_DIM];
-    __shared__ float2 group_statistics[FOLD_WARPS];
+    __shared__ __align__(16) float group_values[FOLD_GROUPS][HEAD_DIM];
+    __shared__ float2 group_statistics[FOLD_GROUPS];
     allow_next_kernel();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head = blockIdx.y;
     const int4 entry = *(const int4*)(tiles + blockIdx.z);
@@ -99,12 +115,14 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS)
     const int num_groups = group_of(num_splits - 1) + 1;
     Fold total;
     total.clear();
-    for (int first_group = 0; first_group < num_groups; first_group += FOLD_WARPS) {
-        const int group = first_group + warp;
-        if (group < num_groups) {
+    for (int first_group = 0; first_group < num_groups; first_group += FOLD_GROUPS) {
+        const int count = min(FOLD_GROUPS, num_groups - first_group);
+        if (first_group > 0) __syncthreads();
+#pragma unroll 1
+        for (int i = warp; i < count; i += FOLD_WARPS) {
             // The sub-splits that the decode kernel folded end where a chunk or the group ends; they may reach beyond
             // this row's own, where they changed nothing.
-            const int first = group_begin(group), group_end = group_begin(group + 1);
+            const int group = first_group + i, first = group_begin(group), group_end = group_begin(group + 1);
             const int owner = chunk_of(group * GROUP_BLOCKS, chunks, tile_blocks);
             const int folded_end = min(chunk_begin(owner + 1, chunks, tile_blocks), group_end);
             const int begin = max(first, folded_end - 1);
@@ -113,20 +131,11 @@ extern "C" __global__ void __launch_bounds__(32 * FOLD_WARPS)
             fold_range(fold, partials + first_entry * HEAD_DIM, statistics + first_entry, begin,
                        max(begin + 1, min(num_splits, group_end)), steps[warp]);
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) group_values[warp][lane * VALUES + i] = fold.values[i];
-            if (lane == 0) group_statistics[warp] = make_float2(fold.maximum, fold.sum);
+            for (int j = 0; j < VALUES; j++) group_values[i][lane * VALUES + j] = fold.values[j];
+            if (lane == 0) group_statistics[i] = make_float2(fold.maximum, fold.sum);
         }
         __syncthreads();
-        if (warp == 0) {
-            for (int i = 0; i < min(FOLD_WARPS, num_groups - first_group); i++) {
-                float part[VALUES];
-#pragma unroll
-                for (int j = 0; j < VALUES; j++) part[j] = group_values[i][lane * VALUES + j];
-                const float2 of_group = group_statistics[i];
-                total.add(part, of_group.y, fold_step(total.maximum, of_group.x));
-            }
-        }
-        __syncthreads();
+        if (warp == 0) fold_groups(total, group_values, group_statistics, count);
     }
     if (warp != 0) return;
 
