@@ -12,7 +12,7 @@ from cuda.core import Device, Event, EventOptions, Stream, StreamOptions
 from numpy.typing import NDArray
 
 from gpu.cuda.architectures import MIN_CAPABILITY, arch_of
-from gpu.cuda.kernel import KernelLibrary, check
+from gpu.cuda.kernel import check, device_kernels
 from gpu.errors import CapacityError, DeviceFailure, DeviceUnavailable
 
 _OVERLAP_CAPABILITY: Final = (9, 0)
@@ -61,7 +61,7 @@ class CudaDevice:
         self._pinned: dict[int, PinnedBuffer] = {}
         self.compute = self.create_stream()
         self.copies = self.create_stream()
-        self.kernels = KernelLibrary(self.arch, overlap=self.capability >= _OVERLAP_CAPABILITY)
+        self.kernels = device_kernels(self.uuid, self.arch, overlap=self.capability >= _OVERLAP_CAPABILITY)
 
     @classmethod
     def open(cls, selector: str = "0") -> CudaDevice:

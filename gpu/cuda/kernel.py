@@ -88,6 +88,18 @@ class KernelLibrary:
         return self._kernels[key]
 
 
+def device_kernels(uuid: str, arch: str, *, overlap: bool) -> KernelLibrary:
+    """The kernels of a device, the same for every backend that the process opens on it.
+
+    They stay loaded: each load and unload of one leaves 26 KB of device memory and 100 KB of host memory with the
+    driver (580.159).
+    """
+    return _LIBRARIES.setdefault(uuid, KernelLibrary(arch, overlap=overlap))
+
+
+_LIBRARIES: Final[dict[str, KernelLibrary]] = {}
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """The values of a driver call. Raises DeviceFailure that names the CUDA error."""
     status, *values = result

@@ -12,6 +12,7 @@ from gpu.cuda import device as device_module
 from gpu.cuda import machine
 from gpu.cuda.architectures import arch_of
 from gpu.cuda.device import CudaDevice
+from gpu.cuda.kernel import device_kernels
 from gpu.cuda.machine import find_compiler, find_devices, find_driver, numa_node, pci_link
 from gpu.errors import DeviceUnavailable
 
@@ -126,3 +127,9 @@ def test_machine_with_one_node_tells_none(tmp_path: Path, told: str | None) -> N
 @pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm_90a"), ((8, 6), "sm_86"), ((12, 0), "sm_120")])
 def test_architecture_follows_from_the_capability(capability: tuple[int, int], arch: str) -> None:
     assert arch_of(*capability) == arch
+
+
+def test_backends_of_a_process_share_the_kernels_of_their_device() -> None:
+    first = device_kernels("uuid-a", "sm_90a", overlap=True)
+    assert device_kernels("uuid-a", "sm_90a", overlap=True) is first
+    assert device_kernels("uuid-b", "sm_90a", overlap=True) is not first
