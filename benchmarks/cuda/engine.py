@@ -38,6 +38,9 @@ GREEDY: Final = SamplingParams(temperature=0.0)
 MATRIX_RATE: Final = 790e12
 """bf16 operations per second of a large product on this kind of device; floors of prefill are stated against it."""
 
+PACES: Final = {"one at a time": 0.5, "back to back": 0.0}
+"""Seconds before each prompt."""
+
 
 class Bench:
     """A backend with random weights, and steps on it."""
@@ -234,7 +237,8 @@ def _verify(made: Bench, sequence: Sequence) -> list[dict[str, Any]]:
 
 
 def measure_prefill(bandwidth: float) -> list[dict[str, Any]]:
-    """4k tokens from nothing, and after 32k; chunks of 4096 and 2048 rows."""
+    """4k tokens from nothing, and after 32k; chunks of 4096 and 2048 rows; prompts with a pause before each, as they
+    come to an idle device, and back to back, where its power limit lowers the clock."""
     figures = []
     for kv_format in ("int8", "k8v4"):
         with bench(llama_8b(), kv_format, PackedStorage.BF16, 48_000, 6) as made:
@@ -242,19 +246,20 @@ def measure_prefill(bandwidth: float) -> list[dict[str, Any]]:
             operations = 2 * made.weight_bytes / 2 * 4096
             for start, target in ((0, 36_000.0), (32 * 1024, 18_000.0)):
                 base = made.filled(start) if start else made.cache.open()
-                times = []
-                for chunk in (4096, 2048):
-                    for repeat in range(4):
-                        begun = time.perf_counter()
-                        made.extend(base, 4096, chunk)
-                        if repeat:
-                            times.append(time.perf_counter() - begun)
-                        made.cache.truncate(base, start)
-                    attended = 4 * config.num_layers * config.q_width * 4096 * (start + 2048)
-                    floor_s = (operations + attended) / MATRIX_RATE
-                    name = f"prefill 8B bf16 {kv_format} 4096 after {start}"
-                    figures.append(rate(name, times, 4096, floor_s, target, chunk=chunk))
-                    times = []
+                attended = 4 * config.num_layers * config.q_width * 4096 * (start + 2048)
+                floor_s = (operations + attended) / MATRIX_RATE
+                name = f"prefill 8B bf16 {kv_format} 4096 after {start}"
+                for pace, pause in PACES.items():
+                    for chunk in (4096, 2048):
+                        times = []
+                        for repeat in range(5):
+                            time.sleep(pause)
+                            begun = time.perf_counter()
+                            made.extend(base, 4096, chunk)
+                            if repeat:
+                                times.append(time.perf_counter() - begun)
+                            made.cache.truncate(base, start)
+                        figures.append(rate(f"{name}, {pace}", times, 4096, floor_s, target, chunk=chunk))
                 made.drop(base)
     return figures
 

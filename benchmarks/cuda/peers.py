@@ -19,6 +19,8 @@ import transformers
 from benchmarks import _record
 
 PREFILL_TOKENS, CONTEXT, STEPS = 4096, 1024, 40
+PACES = {"one at a time": 0.5, "back to back": 0.0}
+"""Seconds before each prompt."""
 
 
 def load() -> Any:
@@ -36,14 +38,17 @@ def load() -> Any:
 def measure(model: Any) -> list[dict[str, Any]]:
     """Prefill and decode, tokens per second."""
     ids = torch.randint(0, 128256, (1, PREFILL_TOKENS), device="cuda")
-    prefill, decode = [], []
+    prefill: dict[str, list[float]] = {pace: [] for pace in PACES}
+    decode = []
     with torch.inference_mode():
-        for _ in range(5):
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            model(ids, use_cache=True, logits_to_keep=1)
-            torch.cuda.synchronize()
-            prefill.append(PREFILL_TOKENS / (time.perf_counter() - begun))
+        for pace, pause in PACES.items():
+            for _ in range(6):
+                time.sleep(pause)
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                model(ids, use_cache=True, logits_to_keep=1)
+                torch.cuda.synchronize()
+                prefill[pace].append(PREFILL_TOKENS / (time.perf_counter() - begun))
         answer = model(ids[:, :CONTEXT], use_cache=True, logits_to_keep=1)
         cache, token = answer.past_key_values, answer.logits[:, -1].argmax(-1, keepdim=True)
         for _ in range(STEPS):
@@ -54,7 +59,10 @@ def measure(model: Any) -> list[dict[str, Any]]:
             torch.cuda.synchronize()
             decode.append(1 / (time.perf_counter() - begun))
     return [
-        _record.figure(f"transformers prefill {PREFILL_TOKENS}", prefill[2:], "tokens/s"),
+        *(
+            _record.figure(f"transformers prefill {PREFILL_TOKENS}, {pace}", rates[2:], "tokens/s")
+            for pace, rates in prefill.items()
+        ),
         _record.figure(f"transformers decode 1 x {CONTEXT}", decode[5:], "tokens/s"),
     ]
 
