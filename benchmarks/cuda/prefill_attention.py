@@ -31,7 +31,7 @@ CASES = ((2048, 0), (4096, 0), (8192, 0), (2048, 30_720), (4096, 32_768), (2048,
 SWEPT = ((4096, 0), (4096, 32_768))
 WARP_CASE = (2048, 0)
 MIRROR_CASE = (256, 8192 - 256)
-RINGS = tuple(PrefillRing(stages, codes, steps) for stages in (3, 4, 5) for codes in (2, 3) for steps in (0, 4, 8))
+RINGS = tuple(PrefillRing(stages, steps) for stages in (2, 3, 4) for steps in (0, 4, 8))
 DISTINCT_PAGES = 8
 PEAK = 989.4e12
 
@@ -88,8 +88,6 @@ class Bench:
     def sweep(self) -> None:
         """Print the swept cases with every ring that fits."""
         for ring in RINGS:
-            if self.kv_format == "f16" and ring.code_stages > RINGS[0].code_stages:
-                continue
             try:
                 attention = self.build(ring=ring)
             except LayoutError:
@@ -101,8 +99,9 @@ class Bench:
     def build(self, *without: str, ring: PrefillRing | None = None) -> PrefillAttention:
         """The launcher."""
         device = self.lab.device
+        cells = max(sum(case) for case in CASES)
         return PrefillAttention(
-            device.kernels, self.layout, NUM_HEADS, device.num_processors, without=without, ring=ring
+            device.kernels, self.layout, NUM_HEADS, device.num_processors, cells, without=without, ring=ring
         )
 
     def measure(
@@ -114,17 +113,18 @@ class Bench:
         order = np.random.default_rng(2).permutation(pages).astype(np.uint64)
         table = np.uint64(base or self.pool.address) + order * np.uint64(layout.page_bytes)
         starts = range(0, rows, attention.tile_rows)
-        tiles = [(0, row, min(attention.tile_rows, rows - row), first + row) for row in reversed(starts)]
-        buffers = [lab.array(table), lab.array(np.array(tiles, np.int32))]
+        plan = attention.plan((0, row, min(attention.tile_rows, rows - row), first + row) for row in reversed(starts))
+        buffers = [lab.array(table), lab.array(plan.tiles), lab.array(plan.sequences)]
+        buffers.append(lab.device.allocate(attention.scratch_bytes))
         buffers.append(lab.array(random_queries(rows, NUM_HEADS, HEAD_DIM, 3)))
         buffers.append(lab.filled(ActivationLayout.TILE.num_bytes(rows, NUM_HEADS * HEAD_DIM)))
-        page_table, tile_table, queries, activations = (buffer.address for buffer in buffers)
-        tables, plan = AttentionTables(tile_table, page_table, pages), attention.plan(len(tiles))
+        page_table, tile_table, sequences, scratch, queries, activations = (buffer.address for buffer in buffers)
+        tables = AttentionTables(tile_table, page_table, pages, sequences)
 
         def record(stream: Any, index: int) -> None:
             attention.launch(
                 stream, index % NUM_LAYERS, plan, tables, queries=queries, activations=activations,
-                activation_layout=ActivationLayout.TILE,
+                activation_layout=ActivationLayout.TILE, scratch=scratch,
             )  # fmt: skip
 
         operations = 4 * NUM_HEADS * HEAD_DIM * (rows * first + rows * (rows + 1) // 2)

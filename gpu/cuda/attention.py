@@ -203,12 +203,13 @@ class HalfRing:
 class AttentionTables:
     """Addresses of what attention reads of a step (docs/cuda-kernels.md, section 1).
 
-    tiles: (num_tiles, 4) i32. page_table: (slots, max_pages) u64.
+    tiles: (num_tiles, 4) i32. page_table: (slots, max_pages) u64. sequences: (num_sequences, 4) i32, for prefill.
     """
 
     tiles: int
     page_table: int
     max_pages: int
+    sequences: int = 0
 
 
 class DecodeAttention:

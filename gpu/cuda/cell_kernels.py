@@ -76,7 +76,7 @@ class StepCellKernels:
         self.stores_per_row = layout.num_kv_heads
         self.max_position = max_position
         self.decode = DecodeAttention(device.kernels, layout, num_heads, device.num_processors)
-        self.prefill = PrefillAttention(device.kernels, layout, num_heads, device.num_processors)
+        self.prefill = PrefillAttention(device.kernels, layout, num_heads, device.num_processors, max_position)
         self._device = device
         self._layout = layout
         self._num_heads = num_heads
@@ -86,6 +86,7 @@ class StepCellKernels:
         self._queries = device.allocate(max_rows * num_heads * layout.head_dim * 2).address
         self._proofs = proofs
         self._scratch = device.allocate(16)
+        self._blocks = device.allocate(self.prefill.scratch_bytes).address
         self._launch: StepLaunch | None = None
         self._rotated_layer = -1
 
@@ -133,10 +134,11 @@ class StepCellKernels:
             self.decode.launch(launch.stream, layer, launch.decode, tables, scratch=scratch, **common)
         if launch.prefill is not None:
             tables = self._attention_tables(launch, "wide_tiles")
-            self.prefill.launch(launch.stream, layer, launch.prefill, tables, **common)
+            self.prefill.launch(launch.stream, layer, launch.prefill, tables, scratch=self._blocks, **common)
 
     def _attention_tables(self, launch: StepLaunch, tiles: str) -> AttentionTables:
-        return AttentionTables(launch.tables.address(tiles), self._slots.page_table.address, self._slots.max_pages)
+        slots, sequences = self._slots, launch.tables.address("wide_sequences")
+        return AttentionTables(launch.tables.address(tiles), slots.page_table.address, slots.max_pages, sequences)
 
     def _owned(self, cells: StepCells, num_rows: int) -> StepLaunch:
         launch = self._launch

@@ -97,7 +97,7 @@ def _load(
     num_slots = _num_slots(device, layout, mirror_bytes, options.device_kv_bytes)
     memory = CudaMemory(device, layout, page_kernels, mirror_bytes, num_slots)
     builder = StepBuilder(
-        device, memory, slots, sampler, tile_rows=kernels.decode.tile_rows, wide_tile_rows=kernels.prefill.tile_rows,
+        device, memory, slots, sampler, tile_rows=kernels.decode.tile_rows, prefill=kernels.prefill,
         max_rows=max_rows, max_sampled=max_sampled, depth=STEPS_IN_FLIGHT,
     )  # fmt: skip
     cache = KVCache(

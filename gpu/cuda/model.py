@@ -107,9 +107,8 @@ class DeviceModel:
         shape = built.shape
         sizes = (shape.few_rows, shape.tiles, shape.max_length, shape.tile_rows)
         decode = kernels.decode.plan(*sizes) if shape.tiles else None
-        prefill = kernels.prefill.plan(shape.wide_tiles) if shape.wide_tiles else None
         mirror = self._mirror_stream if shape.wide_tiles else None
-        return StepLaunch(stream, built.tables, shape.rows, shape.entries, decode, prefill, mirror)
+        return StepLaunch(stream, built.tables, shape.rows, shape.entries, decode, built.prefill, mirror)
 
     def _embed(self, stream: Any, built: BuiltStep) -> None:
         matrix, tables = self._weights.embedding, built.tables

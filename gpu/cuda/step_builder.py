@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gpu.cuda.device import CudaDevice
 from gpu.cuda.draw_tables import Draws
 from gpu.cuda.memory import CudaMemory
+from gpu.cuda.prefill_attention import PrefillAttention, PrefillPlan, TileRow
 from gpu.cuda.sampling import DeviceSampler
 from gpu.cuda.step_shape import MAX_SKINNY_ROWS, StepShape
 from gpu.cuda.step_tables import AttentionTile, SequenceSlots, TableBlock, TableField, cut_tiles
@@ -29,10 +30,14 @@ _WIDE_ENTRY_ROWS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step whose tables are queued. shape: what its kernels are launched with. tables: where they read."""
+    """A step whose tables are queued. shape: what its kernels are launched with. tables: where they read.
+
+    prefill: attention of the sequences with many rows, None without any.
+    """
 
     shape: StepShape
     tables: TableBlock
+    prefill: PrefillPlan | None
     draws: Draws
 
 
@@ -40,8 +45,8 @@ class StepBuilder:
     """Writes tables. Small steps and large ones have blocks of their own, since a captured step keeps addresses.
 
     mirror_address: where rows are mirrored; benchmarks aim it at device memory to see what the bus costs.
-    tile_rows, wide_tile_rows: rows that one attention tile of either kind holds. depth: steps that may be launched and
-    unread, and one more.
+    tile_rows: rows that one tile of decode attention holds. prefill: plans attention of many rows. depth: steps that
+    may be launched and unread, and one more.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class StepBuilder:
         sampler: DeviceSampler,
         *,
         tile_rows: int,
-        wide_tile_rows: int,
+        prefill: PrefillAttention,
         max_rows: int,
         max_sampled: int,
         depth: int,
@@ -63,7 +68,7 @@ class StepBuilder:
         self._memory = memory
         self._sampler = sampler
         self._tile_rows = tile_rows
-        self._wide_tile_rows = wide_tile_rows
+        self._prefill = prefill
         self._small = TableBlock(device, self._fields(MAX_SKINNY_ROWS, MAX_SKINNY_ROWS), depth)
         self._large = TableBlock(device, self._fields(max(max_rows, MAX_SKINNY_ROWS), max_sampled), depth)
 
@@ -100,12 +105,15 @@ class StepBuilder:
         entry_slots = np.array([self.slots.slot(entry.sequence) for entry in entries], np.int32)
         self._write_rows(views, cells, shape.rows, token_ids, entry_slots)
         _write_tiles(views["tiles"], few, entry_slots, shape.tiles)
-        _write_tiles(views["wide_tiles"], many, entry_slots, shape.wide_tiles)
+        prefill = self._prefill.plan(_rows(many, entry_slots)) if many else None
+        if prefill is not None:
+            views["wide_tiles"][: prefill.tiles.size] = prefill.tiles.ravel()
+            views["wide_sequences"][: prefill.sequences.size] = prefill.sequences.ravel()
         self._write_pages(cells, entry_slots)
         draws = self._write_samples(views, cells, shape, sampled, [len(rows) for rows in requests], entry_slots)
         views["publish_target"][0] = publish_target
         block.upload(self._stream)
-        return BuiltStep(shape, block, draws)
+        return BuiltStep(shape, block, prefill, draws)
 
     def _fields(self, rows: int, sampled: int) -> tuple[TableField, ...]:
         return (
@@ -117,6 +125,7 @@ class StepBuilder:
             TableField("device_pages", np.uint64, rows),
             TableField("tiles", np.int32, rows * _TILE_FIELDS),
             TableField("wide_tiles", np.int32, rows * _TILE_FIELDS),
+            TableField("wide_sequences", np.int32, rows * _TILE_FIELDS),
             TableField("sampled_rows", np.int32, sampled),
             TableField("publish_target", np.uint64, 1),
             *self._sampler.fields(sampled),
@@ -128,7 +137,7 @@ class StepBuilder:
         num_few = len(lengths)
         if cells.num_rows > MAX_SKINNY_ROWS:
             num_few = next(index for index, rows in enumerate([*lengths, _WIDE_ENTRY_ROWS]) if rows >= _WIDE_ENTRY_ROWS)
-        wide = cut_tiles(cells, list(range(num_few, len(lengths))), self._wide_tile_rows)
+        wide = cut_tiles(cells, list(range(num_few, len(lengths))), self._prefill.tile_rows)
         few = cut_tiles(cells, list(range(num_few)), self._tile_rows)
         return few, sorted(wide, key=lambda tile: -tile.first_position)
 
@@ -184,11 +193,16 @@ def known_token_ids(entries: Items[PlanEntry]) -> NDArray[np.int64]:
     return np.array([token for entry in entries for token in (entry.tokens or (ON_DEVICE,))], np.int64)
 
 
+def _rows(tiles: list[AttentionTile], entry_slots: NDArray[np.int32]) -> list[TileRow]:
+    """(slot, first row, rows, first position) of each tile."""
+    return [(int(entry_slots[tile.entry]), tile.first_row, tile.num_rows, tile.first_position) for tile in tiles]
+
+
 def _write_tiles(
     view: NDArray[np.int32], tiles: list[AttentionTile], entry_slots: NDArray[np.int32], padded: int
 ) -> None:
-    """(slot, first row, rows, first position) of each tile; rows 0 is padding."""
+    """The rows of tiles; 0 rows are padding."""
     table = view.reshape(-1, _TILE_FIELDS)
-    for index, tile in enumerate(tiles):
-        table[index] = (entry_slots[tile.entry], tile.first_row, tile.num_rows, tile.first_position)
+    if tiles:
+        table[: len(tiles)] = _rows(tiles, entry_slots)
     table[len(tiles) : padded] = 0

@@ -14,8 +14,10 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
-    attention_prefill(const u16* queries, const u64* page_table, const AttentionTile* tiles, u16* activation, int layer,
-                      int max_pages, int num_tiles) {
+    attention_prefill(const u16* queries, const u64* page_table, const AttentionTile* tiles, u16* activation,
+                      const u8* blocks, const BlockSequence* sequences, int layer, int max_pages, int num_tiles,
+                      int num_blocks, int first_head, int num_heads) {
     allow_next_kernel();
-    attend({queries, page_table, tiles, activation, layer, max_pages, num_tiles});
+    attend({queries, page_table, tiles, activation, blocks, sequences, layer, max_pages, num_tiles, num_blocks,
+            first_head, num_heads});
 }

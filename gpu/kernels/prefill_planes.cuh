@@ -58,19 +58,10 @@ DEVICE void store_key_elements(u32 first_step, int step_of_half, u32 first, u32 
     store_shared64(first_step ^ (step_of_half << 5), first, second);
 }
 
-// Codes to f16, a quarter of a row per call. `codes` reads a cell's codes: load16(cell, byte), load8(cell, byte) and
+// Codes to f16, a quarter of a row per call; f16 planes are copied as they are. `codes` reads a cell's codes: load16(cell, byte), load8(cell, byte) and
 // scale(cell, group), 0 for cells without one.
 template <int FORMAT, int HEAD_DIM_>
 struct TileWriter;
-
-// f16 planes are copied as they are.
-template <int HEAD_DIM_>
-struct TileWriter<PLANE_F16, HEAD_DIM_> {
-    template <typename Codes>
-    DEVICE static void keys(u32, int, int, int, const Codes&) {}
-    template <typename Codes>
-    DEVICE static void values(u32, int, int, int, const Codes&) {}
-};
 
 template <int HEAD_DIM_>
 struct TileWriter<PLANE_INT8, HEAD_DIM_> {

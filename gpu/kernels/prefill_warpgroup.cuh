@@ -1,52 +1,34 @@
-// Prefill attention of sm_90a: three warpgroups. The first fills a ring of stages with K and V tiles of one block each;
-// the other two take 64 query rows each and walk over the blocks.
+// Prefill attention of sm_90a: three warpgroups. The first fills a ring of stages with K and V tiles of one block each,
+// which attention_tiles.cu has prepared; the other two take 64 query rows each and walk over the blocks.
 //
 // A walker keeps one block's P V running while it computes the next block's softmax:
 //
 //     scores(b + 1) and P(b) V(b) are started together; scores are waited for, turned into exponentials, then P V is
 //     waited for, the accumulators are folded (b ends a sub-split) or rescaled, and the exponentials become P(b + 1).
-//
-// Quantized planes arrive as codes by bulk copies in a ring of their own and are converted once for both walkers.
 #pragma once
 #include "prefill_work.cuh"
 #include "warpgroup.cuh"
 
 #if HAS_WGMMA
-// STAGES, CODE_STAGES: of the tile ring and of the ring of codes. SHARED_QUERY_STEPS: k16 steps, a multiple of 4, whose
+// STAGES: of the tile ring. SHARED_QUERY_STEPS: k16 steps, a multiple of 4, whose
 // queries stay in shared memory instead of registers. Registers of a filling and of a walking thread: f + 2 w <= 504.
-#define FILLER_REGISTERS 40
+#define FILLER_REGISTERS 24
 #define WALKER_REGISTERS ((504 - FILLER_REGISTERS) / 2 / 8 * 8)
 
-#define QUANTIZED (K_PLANE != PLANE_F16 || V_PLANE != PLANE_F16)
 #define WALKERS 2
 #define PART_TOKENS (64 / GROUP_HEADS)
-#define TILE_BYTES (HEAD_DIM / 64 * TILE_HALF_BYTES)
 #define REGISTER_QUERY_STEPS (KEY_STEPS - SHARED_QUERY_STEPS)
 
 // Dynamic shared memory, from a multiple of 1024 bytes on:
-//     stages of [K tile | V tile] | queries of each walker | codes | folds | barriers
-struct CodeLayout {
-    template <int FORMAT>
-    DEVICE static constexpr int bytes() {
-        return FORMAT == PLANE_F16 ? 0
-                                   : BLOCK_CELLS * (PlaneShape<FORMAT, HEAD_DIM>::CODE_BYTES +
-                                                    PlaneShape<FORMAT, HEAD_DIM>::SCALE_BYTES);
-    }
-    static constexpr int K_CODES = 0, K_SCALES = BLOCK_CELLS * PlaneShape<K_PLANE, HEAD_DIM>::CODE_BYTES;
-    static constexpr int V_CODES = bytes<K_PLANE>();
-    static constexpr int V_SCALES = V_CODES + BLOCK_CELLS * PlaneShape<V_PLANE, HEAD_DIM>::CODE_BYTES;
-    static constexpr int BYTES = bytes<K_PLANE>() + bytes<V_PLANE>();
-};
+//     stages of [K tile | V tile] | queries of each walker | folds | barriers
 struct SharedLayout {
     static constexpr int FOLD_THREADS = WALKERS * 128;
     static constexpr int QUERIES = STAGES * 2 * TILE_BYTES;
     static constexpr int WALKER_QUERY_BYTES = SHARED_QUERY_STEPS * 64 * 32;
-    static constexpr int CODES = QUERIES + WALKERS * WALKER_QUERY_BYTES;
-    static constexpr int FOLD = CODES + CODE_STAGES * CodeLayout::BYTES;
+    static constexpr int FOLD = QUERIES + WALKERS * WALKER_QUERY_BYTES;
     static constexpr int FULL = FOLD + Folds<SharedLayout>::bytes(FOLD_THREADS);
     static constexpr int EMPTY = FULL + 8 * STAGES;
-    static constexpr int CODES_FULL = EMPTY + 8 * STAGES;
-    static constexpr int BYTES = CODES_FULL + 8 * CODE_STAGES;
+    static constexpr int BYTES = EMPTY + 8 * STAGES;
     DEVICE static u32 base() {
         extern __shared__ u8 dynamic_shared[];
         return (shared_address(dynamic_shared) + 1023) & ~1023u;
@@ -55,152 +37,28 @@ struct SharedLayout {
 };
 static_assert(SharedLayout::BYTES + 1024 <= SHARED_BYTES, "shared memory");
 static_assert(SHARED_QUERY_STEPS % 4 == 0 && SHARED_QUERY_STEPS <= KEY_STEPS, "queries move by halves of head_dim");
-static_assert(STAGES >= 3, "copies are announced one block late");
+static_assert(STAGES >= 2, "a stage is given back when the next one has arrived");
 
-// Stage of a ring that the block number `count` of a CTA takes, and the parity of that use.
-template <int COUNT>
-DEVICE u32 stage_of(u32 count) {
-    return count % COUNT;
-}
-template <int COUNT>
-DEVICE u32 parity_of(u32 count) {
-    return count / COUNT & 1;
-}
-
-// ---- filling
-// ----------------------------------------------------------------------------------------------------------- Codes of
-// one plane of a block in shared memory. length: cells from here on have scale 0, so that their values are 0.
-template <int FORMAT>
-struct SharedCodes {
-    u32 codes, scales;
-    int length;
-    DEVICE uint4 load16(int cell, int byte) const {
-        return load_shared128(codes + cell * PlaneShape<FORMAT, HEAD_DIM>::CODE_BYTES + byte);
-    }
-    DEVICE uint2 load8(int cell, int byte) const {
-        return load_shared64(codes + cell * PlaneShape<FORMAT, HEAD_DIM>::CODE_BYTES + byte);
-    }
-    DEVICE u32 scale(int cell, int group) const {
-        const u32 bits = load_shared16(scales + cell * PlaneShape<FORMAT, HEAD_DIM>::SCALE_BYTES + 2 * group);
-        return cell < length ? bits : 0;
-    }
-};
-
-// The lanes of a warp copy the codes and scales of a block: four parts of each page.
-DEVICE void fetch_codes(u32 target, u32 barrier, const u64* pages, u64 layer, int kv_head, int block, int length) {
-    using K = PlaneShape<K_PLANE, HEAD_DIM>;
-    using V = PlaneShape<V_PLANE, HEAD_DIM>;
-    const int lane = not_kept(threadIdx.x) & 31, part = lane & 3, page = lane >> 2;
-    const int first_cell = block * BLOCK_CELLS, cells = min(length - first_cell, BLOCK_CELLS);
-    const int num_pages = (cells + Pages::CELLS - 1) / Pages::CELLS;
-    if (lane == 0) barrier_expect(barrier, num_pages * (CodeLayout::BYTES / Pages::COUNT));
-    __syncwarp();
-    if (page >= num_pages) return;
-    const bool values = part >= 2, scales = part & 1;
-    const int cell_bytes =
-        values ? (scales ? V::SCALE_BYTES : V::CODE_BYTES) : (scales ? K::SCALE_BYTES : K::CODE_BYTES);
-    const int offset =
-        values ? (scales ? Offsets::V_SCALES : Offsets::V_CODES) : (scales ? Offsets::K_SCALES : Offsets::K_CODES);
-    const int place = values ? (scales ? CodeLayout::V_SCALES : CodeLayout::V_CODES)
-                             : (scales ? CodeLayout::K_SCALES : CodeLayout::K_CODES);
-    if ((values ? V_PLANE : K_PLANE) == PLANE_F16) return;
-    const int cell = first_cell + page * Pages::CELLS;
-    const int place_in_page = Pages::place(block, page * Pages::CELLS);
-    const u64 source =
-        pages[Pages::page(cell)] + layer + offset + (u32)((kv_head * PAGE_SIZE + place_in_page) * cell_bytes);
-    bulk_copy(target + place + page * Pages::CELLS * cell_bytes, (const void*)source, Pages::CELLS * cell_bytes,
-              barrier);
-}
-
-// Converts a quantized plane of a block into its tile. codes, scales: of the plane in shared memory; cells: of the
-// block that exist, for V.
-template <int FORMAT, bool IS_V>
-DEVICE void convert_plane(u32 tile, u32 codes, u32 scales, int cells) {
-    const int thread = not_kept(threadIdx.x), lane = thread & 31, t = lane & 3;
-    const SharedCodes<FORMAT> source{codes, scales, IS_V ? cells : BLOCK_CELLS};
-#pragma unroll 1
-    for (int row = thread / 32 * 8 + converted_row(lane); row < BLOCK_CELLS; row += 32) {
-        const int cell = cell_of_column<V_PLANE>(row);
-        if constexpr (IS_V)
-            TileWriter<FORMAT, HEAD_DIM>::values(tile, row, cell, t, source);
-        else
-            TileWriter<FORMAT, HEAD_DIM>::keys(tile, row, cell, t, source);
-    }
-}
-
-// A block of a CTA's work: the blocks of its items, one after the other.
-struct WorkBlock {
-    WorkItem item;
-    int index, block;
-    // The block that comes `block` blocks after the first one of item `index`. False when there is none.
-    DEVICE bool find(const PrefillArguments& arguments) {
-        for (; has_work(arguments, index); index = next_work(index)) {
-            item = work_item(arguments, not_kept(index));
-            const int num_blocks = item.tile.rows > 0 ? blocks_of(item.length()) : 0;
-            if (block < num_blocks) return true;
-            block -= num_blocks;
-        }
-        return false;
-    }
-};
-
-// Fetches the codes of the block that comes `ahead` blocks after (index, block) into a place of the ring of codes.
-DEVICE void fetch_ahead(const PrefillArguments& arguments, u32 stage, int index, int block, int ahead) {
-    WorkBlock next;
-    next.index = index;
-    next.block = block + ahead;
-    if (!next.find(arguments)) return;
-    const u32 shared = SharedLayout::base();
-    fetch_codes(shared + SharedLayout::CODES + stage * CodeLayout::BYTES, shared + SharedLayout::CODES_FULL + 8 * stage,
-                pages_of(arguments, next.item), (u64)arguments.layer * Offsets::LAYER_BYTES, next.item.kv_head,
-                next.block, next.item.length());
-}
-
-DEVICE void announce(u32 count) {
-    shared_to_async_fence();
-    barrier_arrive(SharedLayout::base() + SharedLayout::FULL + 8 * stage_of<STAGES>(count));
-}
-
+// ---- filling ----------------------------------------------------------------------------------------------------
+// One thread brings the blocks of the CTA's items, one after the other, as soon as a stage is free.
 DEVICE void fill(const PrefillArguments& arguments) {
-    const bool fetches = QUANTIZED && threadIdx.x < 32;
-    if (fetches)
-        for (int i = 0; i < CODE_STAGES; i++) fetch_ahead(arguments, i, blockIdx.x, 0, i);
-    WorkBlock work;
-    work.index = blockIdx.x;
-    work.block = 0;
+    const u32 shared = SharedLayout::base();
     u32 count = 0;
-    for (; work.find(arguments); work.block++, count++) {
-        const u32 shared = SharedLayout::base(), stage = stage_of<STAGES>(count),
-                  keys = shared + stage * 2 * TILE_BYTES, values = keys + TILE_BYTES;
-        const int length = work.item.length();
-        barrier_wait(shared + SharedLayout::EMPTY + 8 * stage, parity_of<STAGES>(count) ^ 1);
-        if constexpr (K_PLANE == PLANE_F16 || V_PLANE == PLANE_F16) {
-            const u64* pages = pages_of(arguments, work.item);
-            const u64 head = (u64)arguments.layer * Offsets::LAYER_BYTES + work.item.kv_head * PAGE_SIZE * HEAD_DIM * 2;
-            copy_plane<K_PLANE, 128>(keys, pages, head + Offsets::K_CODES, work.block, length);
-            copy_plane<V_PLANE, 128>(values, pages, head + Offsets::V_CODES, work.block, length);
-            async_commit();
+    for (int index = blockIdx.x; has_work(arguments, index); index = next_work(index)) {
+        const WorkItem item = work_item(arguments, index);
+        if (item.tile.rows <= 0) continue;
+        const BlockSequence* sequence = arguments.sequences;
+        while (sequence->slot != item.tile.slot) sequence++;
+        const size_t first =
+            (size_t)(item.kv_head - arguments.first_head) * arguments.num_blocks + sequence->first_block;
+        const u8* source = arguments.blocks + first * (2 * TILE_BYTES);
+        const int num_blocks = blocks_of(item.length());
+        for (int block = 0; block < num_blocks; block++, count++, source += 2 * TILE_BYTES) {
+            const u32 stage = count % STAGES, full = shared + SharedLayout::FULL + 8 * stage;
+            barrier_wait(shared + SharedLayout::EMPTY + 8 * stage, count / STAGES & 1 ^ 1);
+            barrier_expect(full, 2 * TILE_BYTES);
+            bulk_copy(shared + stage * 2 * TILE_BYTES, source, 2 * TILE_BYTES, full);
         }
-        if constexpr (QUANTIZED) {
-            const u32 code_stage = stage_of<CODE_STAGES>(count);
-            barrier_wait(shared + SharedLayout::CODES_FULL + 8 * code_stage, parity_of<CODE_STAGES>(count));
-            const u32 codes = shared + SharedLayout::CODES + code_stage * CodeLayout::BYTES;
-            convert_plane<K_PLANE, false>(keys, codes + CodeLayout::K_CODES, codes + CodeLayout::K_SCALES, BLOCK_CELLS);
-            convert_plane<V_PLANE, true>(values, codes + CodeLayout::V_CODES, codes + CodeLayout::V_SCALES,
-                                         length - work.block * BLOCK_CELLS);
-            async_wait<0>();
-            announce(not_kept(count));
-            asm volatile("bar.sync 1, 128;" ::: "memory");
-            if (fetches) fetch_ahead(arguments, code_stage, work.index, work.block, CODE_STAGES);
-        } else {
-            // Copies of this block are under way while those of the one before arrive.
-            async_wait<1>();
-            if (count > 0) announce(count - 1);
-        }
-    }
-    if (!QUANTIZED && count > 0) {
-        async_wait<0>();
-        announce(count - 1);
     }
 }
 
@@ -423,10 +281,9 @@ DEVICE void attend_by_warpgroups(const PrefillArguments& arguments) {
     const u32 shared = SharedLayout::base();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared + SharedLayout::FULL + 8 * i, 128);
+            barrier_init(shared + SharedLayout::FULL + 8 * i, 1);
             barrier_init(shared + SharedLayout::EMPTY + 8 * i, WALKERS * 4);
         }
-        for (int i = 0; i < CODE_STAGES; i++) barrier_init(shared + SharedLayout::CODES_FULL + 8 * i, 1);
         barrier_init_fence();
         shared_to_async_fence();
     }
@@ -435,7 +292,7 @@ DEVICE void attend_by_warpgroups(const PrefillArguments& arguments) {
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x >> 7, 0);
     if (warpgroup == 0) {
         lower_registers<FILLER_REGISTERS>();
-        fill(arguments);
+        if (threadIdx.x == 0) fill(arguments);
     } else {
         raise_registers<WALKER_REGISTERS>();
         Walker().walk(arguments);

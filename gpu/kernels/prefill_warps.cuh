@@ -7,7 +7,6 @@
 #if !HAS_WGMMA
 #define THREADS (32 * WARPS)
 #define PART_TOKENS (16 / GROUP_HEADS)
-#define TILE_BYTES (HEAD_DIM / 64 * TILE_HALF_BYTES)
 
 static_assert(WARPS == 2 || WARPS == 4, "2 or 4 warps");
 
@@ -32,57 +31,12 @@ DEVICE u32 query_unit(int row, int unit) {
     return (unit >> 3) * 16 * TILE_ROW_BYTES + row * TILE_ROW_BYTES + (((unit & 7) ^ (row & 7)) << 4);
 }
 
-// Codes of one plane of a block in the pages; cells from `length` of the sequence on read as zeros. codes, scales:
-// offsets of the head's parts.
-template <int FORMAT>
-struct PagedCodes {
-    using Shape = PlaneShape<FORMAT, HEAD_DIM>;
-    const u64* pages;
-    u64 codes, scales;
-    int block, length;
-
-    DEVICE uint4 load16(int cell, int byte) const {
-        if (!exists(cell)) return make_uint4(0, 0, 0, 0);
-        return *(const uint4*)(page(cell) + codes + (u32)(Pages::place(block, cell) * Shape::CODE_BYTES + byte));
-    }
-    DEVICE uint2 load8(int cell, int byte) const {
-        if (!exists(cell)) return make_uint2(0, 0);
-        return *(const uint2*)(page(cell) + codes + (u32)(Pages::place(block, cell) * Shape::CODE_BYTES + byte));
-    }
-    DEVICE u32 scale(int cell, int group) const {
-        if (!exists(cell)) return 0;
-        return *(const u16*)(page(cell) + scales + (u32)(Pages::place(block, cell) * Shape::SCALE_BYTES + 2 * group));
-    }
-
-  private:
-    DEVICE bool exists(int cell) const { return block * BLOCK_CELLS + cell < length; }
-    DEVICE u64 page(int cell) const { return pages[Pages::page(block * BLOCK_CELLS + cell)]; }
-};
-
 // Starts bringing K (V) of a block of the CTA's item into a tile.
 template <int FORMAT, bool IS_V>
 DEVICE void bring(u32 tile, const PrefillArguments& arguments, int block) {
-    using Shape = PlaneShape<FORMAT, HEAD_DIM>;
     const WorkItem item = work_item(arguments, not_kept(blockIdx.x));
-    const u64* pages = pages_of(arguments, item);
-    const u64 layer = (u64)arguments.layer * Offsets::LAYER_BYTES;
-    const int head_cells = item.kv_head * PAGE_SIZE;
-    const u64 codes = layer + (IS_V ? Offsets::V_CODES : Offsets::K_CODES) + head_cells * Shape::CODE_BYTES;
-    const u64 scales = layer + (IS_V ? Offsets::V_SCALES : Offsets::K_SCALES) + head_cells * Shape::SCALE_BYTES;
-    if constexpr (FORMAT == PLANE_F16) {
-        copy_plane<FORMAT, THREADS>(tile, pages, codes, block, item.length());
-    } else {
-        const PagedCodes<FORMAT> source{pages, codes, scales, block, item.length()};
-        const int thread = not_kept(threadIdx.x), lane = thread & 31, first_row = thread / 32 * 8 + converted_row(lane);
-#pragma unroll 1
-        for (int row = first_row; row < BLOCK_CELLS; row += THREADS / 4) {
-            const int cell = cell_of_column<V_PLANE>(row);
-            if constexpr (IS_V)
-                TileWriter<FORMAT, HEAD_DIM>::values(tile, row, cell, lane & 3, source);
-            else
-                TileWriter<FORMAT, HEAD_DIM>::keys(tile, row, cell, lane & 3, source);
-        }
-    }
+    const u64* pages = arguments.page_table + (size_t)item.tile.slot * arguments.max_pages;
+    bring_plane<FORMAT, IS_V, THREADS>(tile, pages, arguments.layer, item.kv_head, block, item.length());
     async_commit();
 }
 

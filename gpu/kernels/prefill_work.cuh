@@ -4,7 +4,7 @@
 // the products: row r of a part is token r / GROUP_HEADS, query head r % GROUP_HEADS of the KV head.
 #pragma once
 #include "activation.cuh"
-#include "prefill_planes.cuh"
+#include "prefill_blocks.cuh"
 #include "rotations.cuh"
 
 #define GROUP_HEADS (NUM_HEADS / NUM_KV_HEADS)
@@ -12,17 +12,20 @@
 #define LANE_VALUES (HEAD_DIM / 2)  // of the result, in a lane: two rows
 static_assert(NUM_HEADS % NUM_KV_HEADS == 0 && GROUP_HEADS >= 1 && GROUP_HEADS <= 8, "1 to 8 query heads per KV head");
 
-using Offsets = LayerOffsets<K_PLANE, V_PLANE, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE>;
-using Pages = BlockPages<PAGE_SIZE>;
-
 // queries: (rows, NUM_HEADS, HEAD_DIM) f16, rotated and scaled. page_table: (slots, max_pages) addresses.
-// tiles: (num_tiles) AttentionTile. activation: bf16, K = NUM_HEADS * HEAD_DIM.
+// tiles: (num_tiles) AttentionTile. activation: bf16, K = NUM_HEADS * HEAD_DIM. first_head, num_heads: KV heads that
+// are attended. By warpgroups, blocks: what attention_tiles.cu wrote of `sequences` for these heads, num_blocks a head.
 struct PrefillArguments {
     const u16* queries;
     const u64* page_table;
     const AttentionTile* tiles;
     u16* activation;
-    int layer, max_pages, num_tiles;
+    const u8* blocks;
+    const BlockSequence* sequences;
+    int layer, max_pages, num_tiles, num_blocks, first_head, num_heads;
+    // By warps, the KV heads are always all: known, they cost no registers.
+    DEVICE int heads() const { return HAS_WGMMA ? num_heads : NUM_KV_HEADS; }
+    DEVICE int head(int index) const { return HAS_WGMMA ? first_head + index : index; }
 };
 
 struct WorkItem {
@@ -38,11 +41,11 @@ DEVICE int next_work(int index) {
     return (2 * turn + 2) * (int)gridDim.x - 1 - index;
 }
 DEVICE bool has_work(const PrefillArguments& arguments, int index) {
-    return index < arguments.num_tiles * NUM_KV_HEADS;
+    return index < arguments.num_tiles * arguments.heads();
 }
 DEVICE WorkItem work_item(const PrefillArguments& arguments, int index) {
-    const int4 entry = *(const int4*)(arguments.tiles + index / NUM_KV_HEADS);
-    return {{entry.x, entry.y, entry.z, entry.w}, index % NUM_KV_HEADS};
+    const int4 entry = *(const int4*)(arguments.tiles + index / arguments.heads());
+    return {{entry.x, entry.y, entry.z, entry.w}, arguments.head(index % arguments.heads())};
 }
 
 // The two rows of a lane in a part of the products that begins with token `first_token` of the tile.
@@ -61,34 +64,6 @@ struct LaneRows {
         }
     }
 };
-
-// The same value; what follows from it is worked out anew in every turn of a loop, since kept it would cost registers.
-DEVICE u32 not_kept(u32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
-// ---- planes of a block ----------------------------------------------------------------------------------------------
-DEVICE const u64* pages_of(const PrefillArguments& arguments, const WorkItem& item) {
-    return arguments.page_table + (size_t)item.tile.slot * arguments.max_pages;
-}
-
-// Copies an f16 plane of a block into its tile; cells from `length` on become zeros. codes: offset of the head's codes.
-template <int FORMAT, int COPY_THREADS>
-DEVICE void copy_plane(u32 tile, const u64* pages, u64 codes, int block, int length) {
-    if constexpr (FORMAT == PLANE_F16) {
-        constexpr int UNITS = HEAD_DIM / 8, ROWS = COPY_THREADS / UNITS;
-        const int thread = not_kept(threadIdx.x) & (COPY_THREADS - 1), unit = thread % UNITS, first = thread / UNITS;
-#pragma unroll 2
-        for (int pass = 0; pass < BLOCK_CELLS / ROWS; pass++) {
-            const int row = pass * ROWS + first, in_block = cell_of_column<V_PLANE>(row);
-            const int cell = block * BLOCK_CELLS + in_block;
-            const u64 page = pages[Pages::page(PAGE_SIZE < BLOCK_CELLS ? min(cell, length - 1) : block * BLOCK_CELLS)];
-            const u64 source = page + codes + (u32)(Pages::place(block, in_block) * HEAD_DIM * 2 + unit * 16);
-            async_copy16(tile + tile_unit(row, unit), (const void*)source, cell < length ? 16 : 0);
-        }
-    }
-}
 
 // ---- folds ----------------------------------------------------------------------------------------------------------
 DEVICE bool ends_sub_split(int block) {

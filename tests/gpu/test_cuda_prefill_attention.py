@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from gpu.cuda.activations import ActivationLayout, unpack_activations
 from gpu.cuda.attention import AttentionTables, DecodeAttention
 from gpu.cuda.prefill_attention import PrefillAttention
-from gpu.errors import LayoutError, PlanError
+from gpu.errors import LayoutError
 from gpu.formats import CACHE_FORMATS
 from gpu.reference.codecs import hadamard
 from tests.gpu.lab import Lab
@@ -45,6 +45,8 @@ CASES = [
 
 PROMPTS = ((1, 0), (300, 0), (65, 1), (2, 63), (130, 64), (97, 1000), (33, 4095), (700, 5000), (1, 700))
 """(rows, position of the first) of sequences."""
+
+GUARD = 4096
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,12 @@ class Scene:
         device = lab.device
         self.decode = DecodeAttention(device.kernels, self.layout, self.num_heads, device.num_processors)
 
-    def prefill(self, *without: str, num_processors: int = 0) -> PrefillAttention:
+    def prefill(self, *without: str, num_processors: int = 0, block_limit: int = 1 << 30) -> PrefillAttention:
         device = self.lab.device
         count = num_processors or device.num_processors
-        return PrefillAttention(device.kernels, self.layout, self.num_heads, count, without=without)
+        return PrefillAttention(
+            device.kernels, self.layout, self.num_heads, count, max(self.lengths), without, block_limit=block_limit
+        )
 
     def addresses(self, home: str = "device") -> Any:
         """Page tables; pages beyond a length do not exist."""
@@ -103,15 +107,10 @@ class Scene:
         """bf16 bits of all rows by decode attention."""
         tiles = self.tiles(self.decode.tile_rows)
         plan = self.decode.plan(self.num_rows, len(tiles), max(self.lengths))
-        scratch = self.lab.filled(self.decode.scratch_bytes(plan), 0xFF)
-        output = self._launch(
-            self.addresses(), tiles, self.num_rows, ActivationLayout.FRAGMENT,
-            lambda tables, **more: self.decode.launch(
-                self.lab.stream, 1, plan, tables, scratch=scratch.address, **more
-            ),
+        return self._launch(
+            self.addresses(), _rows(tiles), _rows(()), self.decode.scratch_bytes(plan), ActivationLayout.FRAGMENT,
+            lambda tables, **more: self.decode.launch(self.lab.stream, 1, plan, tables, **more),
         )  # fmt: skip
-        self.lab.device.free(scratch)
-        return output
 
     def prefilled(
         self,
@@ -122,10 +121,10 @@ class Scene:
     ) -> Any:
         """bf16 bits of all rows by prefill attention; rows outside the tiles are 0xFFFF."""
         attention = attention or self.prefill()
-        tiles = tiles or self.tiles(attention.tile_rows)
-        plan = attention.plan(len(tiles))
+        plan = attention.plan(astuple(tile) for tile in tiles or self.tiles(attention.tile_rows))
         return self._launch(
-            self.addresses() if addresses is None else addresses, tiles, self.num_rows, layout,
+            self.addresses() if addresses is None else addresses, plan.tiles, plan.sequences,
+            attention.scratch_bytes, layout,
             lambda tables, **more: attention.launch(self.lab.stream, 1, plan, tables, **more),
         )  # fmt: skip
 
@@ -154,18 +153,21 @@ class Scene:
     def close(self) -> None:
         self.cells.close()
 
-    def _launch(self, addresses: Any, tiles: list[Tile], num_rows: int, layout: ActivationLayout, launch: Any) -> Any:
+    def _launch(
+        self, addresses: Any, tiles: Any, sequences: Any, scratch_bytes: int, layout: ActivationLayout, launch: Any
+    ) -> Any:
         lab, width = self.lab, self.num_heads * self.layout.head_dim
-        table = np.array([(t.slot, t.first_row, t.rows, t.first_position) for t in tiles], np.int32)
-        inputs = [lab.array(values) for values in (addresses.astype(np.uint64), table, self.queries)]
-        page_table, tile_table, queries = (buffer.address for buffer in inputs)
-        activations = lab.filled(layout.num_bytes(num_rows, width), 0xFF)
+        inputs = [lab.array(values) for values in (addresses.astype(np.uint64), tiles, sequences, self.queries)]
+        page_table, tile_table, sequence_table, queries = (buffer.address for buffer in inputs)
+        activations = lab.filled(layout.num_bytes(self.num_rows, width), 0xFF)
+        scratch = lab.filled(scratch_bytes + GUARD, 0xFF)
         launch(
-            AttentionTables(tile_table, page_table, addresses.shape[1]), queries=queries,
-            activations=activations.address, activation_layout=layout,
+            AttentionTables(tile_table, page_table, addresses.shape[1], sequence_table), queries=queries,
+            activations=activations.address, activation_layout=layout, scratch=scratch.address,
         )  # fmt: skip
-        output = unpack_activations(layout, lab.get(activations, np.uint16), num_rows, width)
-        for buffer in (*inputs, activations):
+        output = unpack_activations(layout, lab.get(activations, np.uint16), self.num_rows, width)
+        assert (lab.get(scratch, np.uint8)[scratch_bytes:] == 0xFF).all()
+        for buffer in (*inputs, activations, scratch):
             lab.device.free(buffer)
         return output
 
@@ -213,6 +215,20 @@ def test_the_number_of_processors_does_not_change_bits(scenes: Any, kv_format: s
         tiles = scene.tiles(attention.tile_rows)
         padded = [Tile(0, 0, 0, 0), *tiles[:3], Tile(0, 0, 0, 0), Tile(0, 0, 0, 0), *tiles[3:], Tile(0, 0, 0, 0)]
         assert _differing_rows(scene.prefilled(attention, padded), expected) == [], count
+
+
+@pytest.mark.parametrize(("kv_format", "head_dim"), [("f16", 64), ("int8", 128), ("k8v4", 128)])
+def test_rounds_over_heads_and_sequences_do_not_change_bits(scenes: Any, kv_format: str, head_dim: int) -> None:
+    scene = scenes(kv_format, head_dim, 4, 32, ((150, 0), (700, 100), (1, 3), (40, 5000), (90, 4000)))
+    expected = scene.prefilled()
+    for limit in (1, 1 << 20, 3 << 20, 5 << 20):
+        attention = scene.prefill(block_limit=limit)
+        assert _differing_rows(scene.prefilled(attention), expected) == [], limit
+    if attention.by_warpgroups:
+        tiles = scene.tiles(attention.tile_rows)
+        assert (
+            len(scene.prefill(block_limit=1).plan(astuple(tile) for tile in tiles).rounds) > scene.layout.num_kv_heads
+        )
 
 
 @pytest.mark.parametrize(("kv_format", "head_dim", "group"), [("f16", 128, 4), ("int8", 64, 3), ("k8v4", 128, 8)])
@@ -279,11 +295,13 @@ def test_pages_in_host_memory_give_the_same_bits(scenes: Any, kv_format: str, pa
 def test_shapes_that_no_kernel_takes_are_refused(lab: Lab) -> None:
     device = lab.device
     with pytest.raises(LayoutError, match="page_size=48"):
-        PrefillAttention(device.kernels, make_layout("f16", 128, 48, 2), 8, 1)
+        PrefillAttention(device.kernels, make_layout("f16", 128, 48, 2), 8, 1, 64)
     with pytest.raises(LayoutError, match="num_heads=18"):
-        PrefillAttention(device.kernels, make_layout("f16", 128, 64, 2), 18, 1)
-    with pytest.raises(PlanError, match="num_tiles"):
-        PrefillAttention(device.kernels, make_layout("f16", 128, 64, 2), 8, 1).plan(0)
+        PrefillAttention(device.kernels, make_layout("f16", 128, 64, 2), 18, 1, 64)
+
+
+def _rows(tiles: Iterable[Tile]) -> Any:
+    return np.array([astuple(tile) for tile in tiles], np.int32).reshape(-1, 4)
 
 
 def _differing_rows(got: Any, expected: Any) -> list[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.architectures import shared_bytes
 from gpu.cuda.kernel import KernelLibrary
-from gpu.cuda.prefill_attention import PREFILL, PrefillAttention, PrefillRing
+from gpu.cuda.prefill_attention import PREFILL, PrefillAttention, PrefillRing, PrefillRound
 from gpu.cuda.programs import ProgramCompiler
 from gpu.errors import KernelCompileError, LayoutError, PlanError
 from gpu.formats import CACHE_FORMATS
@@ -20,8 +22,11 @@ def _layout(kv_format: str = "f16", head_dim: int = 128, page_size: int = 64) ->
     return KVLayout(2, 2, head_dim, page_size, chosen.k, chosen.v)
 
 
-def _attention(layout: KVLayout, group: int = 4, arch: str = "sm_90a", *without: str) -> PrefillAttention:
-    return PrefillAttention(KernelLibrary(arch, overlap=False), layout, 2 * group, 132, without)
+def _attention(
+    layout: KVLayout, group: int = 4, arch: str = "sm_90a", *without: str, **limits: Any
+) -> PrefillAttention:
+    limits = {"max_cells": 8192, **limits}
+    return PrefillAttention(KernelLibrary(arch, overlap=False), layout, 2 * group, 132, without=without, **limits)
 
 
 def test_shapes_that_the_kernel_is_not_made_for_are_refused_with_field_and_limit() -> None:
@@ -31,14 +36,51 @@ def test_shapes_that_the_kernel_is_not_made_for_are_refused_with_field_and_limit
         _attention(_layout(page_size=48))
     with pytest.raises(LayoutError, match=r"num_heads=18: must be 1 to 8 times 2"):
         _attention(_layout(), group=9)
-    with pytest.raises(PlanError, match=r"attention.num_tiles=0: must be positive"):
-        _attention(_layout()).plan(0)
+    with pytest.raises(PlanError, match=r"attention.tiles=0: at least one"):
+        _attention(_layout()).plan([])
+    with pytest.raises(PlanError, match=r"attention.cells=201: at most 192 cells of a sequence"):
+        _attention(_layout(), max_cells=150, block_limit=1).plan([(0, 0, 1, 200)])
+
+
+BLOCK = 2 * 64 * 128 * 2
+"""Bytes of a block of one KV head at head_dim 128."""
+
+
+def test_what_fits_goes_in_one_round_in_the_order_given() -> None:
+    tiles = [(3, 40, 32, 300), (1, 8, 32, 100), (3, 8, 32, 268), (1, 0, 8, 92)]
+    attention = _attention(_layout())
+    assert attention.scratch_bytes == 2 * 128 * BLOCK
+    plan = attention.plan(tiles)
+    assert plan.tiles.tolist() == [list(tile) for tile in tiles]
+    assert plan.sequences.tolist() == [[3, 332, 0, 0], [1, 132, 6, 0]]
+    assert plan.rounds == (PrefillRound(0, 4, 0, 2, 9, 0, 2),)
+
+
+def test_blocks_beyond_the_limit_go_in_rounds_over_heads_then_over_sequences() -> None:
+    attention = _attention(_layout(), block_limit=1)
+    assert attention.scratch_bytes == 128 * BLOCK
+    far, near, small = (0, 0, 32, 8000), (1, 32, 32, 6000), (2, 64, 32, 0)
+    plan = attention.plan([far, near, small, (0, 96, 8, 7000)])
+    assert plan.rounds == (
+        PrefillRound(0, 2, 0, 1, 126, 0, 1),
+        PrefillRound(0, 2, 0, 1, 126, 1, 1),
+        PrefillRound(2, 2, 1, 2, 96, 0, 1),
+        PrefillRound(2, 2, 1, 2, 96, 1, 1),
+    )
+    assert plan.tiles.tolist() == [list(row) for row in (far, (0, 96, 8, 7000), near, small)]
+    assert plan.sequences.tolist() == [[0, 8032, 0, 0], [1, 6032, 0, 0], [2, 32, 95, 0]]
+
+
+def test_the_warp_form_reads_pages_and_needs_no_room_for_blocks() -> None:
+    attention = _attention(_layout(), 4, "sm_80")
+    plan = attention.plan([(0, 0, 16, 100_000), (1, 16, 16, 0)])
+    assert (attention.scratch_bytes, len(plan.rounds), plan.rounds[0].num_heads) == (0, 1, 2)
 
 
 def test_a_ring_beyond_shared_memory_is_refused_with_both_sizes() -> None:
     library = KernelLibrary("sm_90a", overlap=False)
     with pytest.raises(LayoutError, match=r"needs \d+ bytes of shared memory, 232448 exist"):
-        PrefillAttention(library, _layout(), 8, 132, ring=PrefillRing(6, 2, 4))
+        PrefillAttention(library, _layout(), 8, 132, 8192, ring=PrefillRing(6, 4))
 
 
 @pytest.mark.parametrize(("group", "rows"), [(1, 128), (3, 42), (4, 32), (5, 24), (7, 18), (8, 16)])
