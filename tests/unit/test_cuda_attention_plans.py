@@ -59,10 +59,9 @@ def test_one_long_sequence_fills_the_device_and_many_do_not_split_further() -> N
 def test_rings_fit_into_shared_memory(kv_format: str, arch: str, limit_kib: int, query_tiles: int) -> None:
     attention = _attention(kv_format=kv_format, arch=arch)
     ring = choose_ring(attention.layout, arch, query_tiles)
-    share = attention.decode_variant(query_tiles)["SHARED_BYTES"]
-    assert ring.shared_bytes(attention.layout, query_tiles) <= share <= limit_kib << 10
-    # The chosen number of CTAs fits on a processor, and no more.
-    assert ring.resident * (share + 1024) <= (limit_kib + 1) << 10 < (ring.resident + 1) * (share + 1024)
+    needed = attention.decode_variant(query_tiles)["SHARED_BYTES"]
+    assert needed == ring.shared_bytes(attention.layout, query_tiles) <= limit_kib << 10
+    assert ring.resident * (needed + 1024) <= (limit_kib + 1) << 10
 
 
 def test_bulk_copies_fill_slots_of_v_without_padding() -> None:
