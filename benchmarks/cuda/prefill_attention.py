@@ -31,7 +31,7 @@ CASES = ((2048, 0), (4096, 0), (8192, 0), (2048, 30_720), (4096, 32_768), (2048,
 SWEPT = ((4096, 0), (4096, 32_768))
 WARP_CASE = (2048, 0)
 MIRROR_CASE = (256, 8192 - 256)
-RINGS = tuple(PrefillRing(stages, steps) for stages in (2, 3, 4) for steps in (0, 4, 8))
+RINGS = tuple(PrefillRing(stages, 4, alternate) for stages in (3, 4) for alternate in (True, False))
 DISTINCT_PAGES = 8
 PEAK = 989.4e12
 

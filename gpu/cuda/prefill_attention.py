@@ -47,7 +47,7 @@ def _sample(
     head_dim: int, heads: int, kv_heads: int, k: int, v: int, page_size: int = 64, layout: int = 1
 ) -> dict[str, int]:
     shape = {"HEAD_DIM": head_dim, "NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "PAGE_SIZE": page_size}
-    sizes = {"WARPS": 2, "STAGES": 3, "SHARED_QUERY_STEPS": head_dim // 16 // 2 // 4 * 4}
+    sizes = {"WARPS": 2, "STAGES": 3, "SHARED_QUERY_STEPS": head_dim // 16 // 2 // 4 * 4, "ALTERNATE": 1}
     return {**shape, "K_PLANE": k, "V_PLANE": v, "ACTIVATION_LAYOUT": layout, **sizes, "SHARED_BYTES": 227 << 10}
 
 
@@ -56,7 +56,7 @@ PREFILL: Final = KernelSource(
     (KernelEntry("attention_prefill", (_P, _P, _P, _P, _P, _P, _I32, _I32, _I32, _I32, _I32, _I32)),),
     parameters=(
         "HEAD_DIM", "NUM_HEADS", "NUM_KV_HEADS", "PAGE_SIZE", "K_PLANE", "V_PLANE", "ACTIVATION_LAYOUT", "WARPS",
-        "STAGES", "SHARED_QUERY_STEPS", "SHARED_BYTES",
+        "STAGES", "SHARED_QUERY_STEPS", "ALTERNATE", "SHARED_BYTES",
     ),
     samples=(
         _sample(128, 32, 8, 1, 2),
@@ -93,6 +93,7 @@ class PrefillRing:
 
     stages: int
     shared_query_steps: int
+    alternate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,7 @@ class PrefillAttention:
             "WARPS": self._warps,
             "STAGES": self._ring.stages,
             "SHARED_QUERY_STEPS": self._ring.shared_query_steps,
+            "ALTERNATE": int(self._ring.alternate),
             "SHARED_BYTES": self._shared,
             **self._levels,
         }

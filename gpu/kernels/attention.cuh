@@ -158,16 +158,24 @@ DEVICE void mask_tiles(float (*s)[4], int first_tile, int first_cell, const int 
     }
 }
 
+// Largest score of a lane in its first (PLACE 0) or second row (PLACE 2). A tree: no long chain of dependent steps.
+template <int PLACE>
+DEVICE float row_max(const float (&s)[BLOCK_TILES][4]) {
+    float largest[BLOCK_TILES];
+#pragma unroll
+    for (int i = 0; i < BLOCK_TILES; i++) largest[i] = fmaxf(s[i][PLACE], s[i][PLACE + 1]);
+#pragma unroll
+    for (int half = BLOCK_TILES / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int i = 0; i < half; i++) largest[i] = fmaxf(largest[i], largest[i + half]);
+    return largest[0];
+}
+
 // A block's softmax step by one warp that holds all 8 tiles: scores to exponentials in place.
 // factor: what the accumulators of the rows g and g + 8 are multiplied by. Returns whether any factor of the warp is
 // not 1.
 DEVICE bool exponentiate_block(float (&s)[BLOCK_TILES][4], RowState& rows, float (&factor)[2]) {
-    float top = fmaxf(s[0][0], s[0][1]), low = fmaxf(s[0][2], s[0][3]);
-#pragma unroll
-    for (int i = 1; i < BLOCK_TILES; i++) {
-        top = fmaxf(top, fmaxf(s[i][0], s[i][1]));
-        low = fmaxf(low, fmaxf(s[i][2], s[i][3]));
-    }
+    const float top = row_max<0>(s), low = row_max<2>(s);
     const float maximum[2] = {fmaxf(rows.maximum[0], quad_max(top)), fmaxf(rows.maximum[1], quad_max(low))};
     const bool changed = maximum[0] != rows.maximum[0] || maximum[1] != rows.maximum[1];
     const bool any_changed = __any_sync(FULL_WARP, changed);

@@ -62,25 +62,25 @@ DEVICE void fill(const PrefillArguments& arguments) {
     }
 }
 
-// ---- walking
-// -----------------------------------------------------------------------------------------------------------
+// ---- walking ----------------------------------------------------------------------------------------------------
+// What decides the way of a walker is the same in all of its lanes. Told by a shuffle, the compiler keeps it in uniform
+// registers, and so all that follows from it: addresses, barriers and the descriptors of products.
+DEVICE int uniform(int value) {
+    return __shfl_sync(FULL_WARP, value, 0);
+}
 
 // Queries of a warpgroup: the first steps in registers, the others in its part of shared memory.
 struct Queries {
     u32 fragment[REGISTER_QUERY_STEPS > 0 ? REGISTER_QUERY_STEPS : 1][4];
-    DEVICE static u32 shared() {
-        return SharedLayout::base() + SharedLayout::QUERIES +
-               ((threadIdx.x >> 7) - 1) * SharedLayout::WALKER_QUERY_BYTES;
+    DEVICE static u32 shared(int walker) {
+        return SharedLayout::base() + SharedLayout::QUERIES + walker * SharedLayout::WALKER_QUERY_BYTES;
     }
     // All warps of the warpgroup have come here.
-    DEVICE static void meet() {
-        if (threadIdx.x < 256)
-            asm volatile("bar.sync 2, 128;" ::: "memory");
-        else
-            asm volatile("bar.sync 3, 128;" ::: "memory");
+    DEVICE static void meet(int walker) {
+        asm volatile("bar.sync %0, 128;" ::"r"(2 + walker) : "memory");
     }
 
-    DEVICE void load(const PrefillArguments& arguments, const WorkItem& item, const LaneRows& rows) {
+    DEVICE void load(const PrefillArguments& arguments, const WorkItem& item, const LaneRows& rows, int walker) {
         u32 all[KEY_STEPS][4];
         load_queries(all, arguments, item, rows);
 #pragma unroll
@@ -89,8 +89,8 @@ struct Queries {
             for (int i = 0; i < 4; i++) fragment[step][i] = all[step][i];
         if constexpr (SHARED_QUERY_STEPS > 0) {
             const int t = threadIdx.x & 3, row = (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4;
-            const u32 target = shared() + 4 * t;
-            meet();  // the products of the item before have read theirs
+            const u32 target = shared(walker) + 4 * t;
+            meet(walker);  // the products of the item before have read theirs
 #pragma unroll
             for (int step = REGISTER_QUERY_STEPS; step < KEY_STEPS; step++)
 #pragma unroll
@@ -99,12 +99,12 @@ struct Queries {
                     store_shared32(target + tile_unit(row + 8 * (i & 1), unit), all[step][i]);
                 }
             shared_to_async_fence();
-            meet();
+            meet(walker);
         }
     }
     // Starts scores = queries keys.
-    DEVICE void multiply(float (&scores)[32], u32 keys) const {
-        const u64 b = descriptor_k_major(keys), a = descriptor_k_major(not_kept(shared()));
+    DEVICE void multiply(float (&scores)[32], u32 keys, int walker) const {
+        const u64 b = descriptor_k_major(keys), a = descriptor_k_major(shared(walker));
 #pragma unroll
         for (int step = 0; step < KEY_STEPS; step++) {
             const u64 b_step = descriptor_at(b, (step >> 2) * TILE_HALF_BYTES + (step & 3) * 32);
@@ -129,48 +129,43 @@ DEVICE void multiply_values(float (&acc)[LANE_VALUES], const u32 (&p)[4][4], u32
                                         descriptor_at(b, step * 16 * TILE_ROW_BYTES), step > 0 || accumulate);
 }
 
-// A walker: its place in the ring is the address of a stage's K tile, with the parity of the stage's use in bit 0.
+// Blocks of the sub-split that begins with this one.
+DEVICE int sub_split_blocks(int block) {
+    return block < 16 ? 1 : block < 64 ? 2 : 4;
+}
+
+// A walker: its number, the stage of the ring that it is at, and the parity of the stage's use.
 struct Walker {
     using Fold = Folds<SharedLayout>;
-    static constexpr u32 STAGE_BYTES = 2 * TILE_BYTES;
-    u32 place = SharedLayout::base();
+    int walker, stage;
+    u32 parity;
 
-    DEVICE static int index() { return (not_kept(threadIdx.x) >> 7) - 1; }
     // The lane's first row of its warpgroup's 64.
     DEVICE static int row() {
         const int thread = not_kept(threadIdx.x);
         return (thread >> 5 & 3) * 16 + (thread & 31) / 4;
     }
-    DEVICE static int first_token() { return index() * PART_TOKENS; }
+    DEVICE int first_token() const { return walker * PART_TOKENS; }
     // Cells that the walker's tokens attend, 0 if it has none.
-    DEVICE static int own_length(const WorkItem& item) {
+    DEVICE int own_length(const WorkItem& item) const {
         const int tokens = min(item.tile.rows - first_token(), PART_TOKENS);
         return tokens > 0 ? item.tile.first_position + first_token() + tokens : 0;
     }
-    DEVICE static LaneRows rows(const WorkItem& item) {
+    DEVICE LaneRows rows(const WorkItem& item) const {
         LaneRows rows;
         rows.place<PART_TOKENS>(item, first_token(), row());
         return rows;
     }
 
-    DEVICE u32 keys() const { return place & ~1u; }
-    // K tile of the stage before.
-    DEVICE u32 keys_before() const {
-        return (keys() == SharedLayout::base() ? SharedLayout::base() + STAGES * STAGE_BYTES : keys()) - STAGE_BYTES;
-    }
+    DEVICE static u32 keys(int stage) { return SharedLayout::base() + stage * (2 * TILE_BYTES); }
+    DEVICE int stage_before() const { return (stage == 0 ? STAGES : stage) - 1; }
     DEVICE void advance() {
-        place += STAGE_BYTES;
-        if (keys() == SharedLayout::base() + STAGES * STAGE_BYTES) place = (place - STAGES * STAGE_BYTES) ^ 1;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-    // Barrier at `barriers` of the stage with this K tile.
-    DEVICE static u32 barrier(int barriers, u32 stage_keys) {
-        const u32 shared = SharedLayout::base();
-        return shared + barriers + (stage_keys - shared) / STAGE_BYTES * 8;
-    }
-    DEVICE void wait_full() const { barrier_wait(barrier(SharedLayout::FULL, keys()), place & 1); }
-    // Gives the stage with this K tile back.
-    DEVICE static void release(u32 stage_keys) {
-        if ((threadIdx.x & 31) == 0) barrier_arrive(barrier(SharedLayout::EMPTY, stage_keys));
+    DEVICE void wait_full() const { barrier_wait(SharedLayout::base() + SharedLayout::FULL + 8 * stage, parity); }
+    // Gives a stage back.
+    DEVICE static void release(int stage) {
+        if ((threadIdx.x & 31) == 0) barrier_arrive(SharedLayout::base() + SharedLayout::EMPTY + 8 * stage);
     }
 
     // Masks a block, if rows may end in it, and makes its scores exponentials. first_length: cells that the walker's
@@ -191,15 +186,27 @@ struct Walker {
         for (int i = 0; i < 4; i++) pack_tiles(s + 2 * i, p[i]);
     }
 
+    // The walkers start their products in turn: while one's run, the other works on its exponentials. Both take a turn
+    // for every block of an item, also of blocks that only one of them attends.
+    DEVICE void begin_turns() const {
+        if (ALTERNATE && walker == 1) asm volatile("bar.arrive 4, 256;" ::: "memory");
+    }
+    DEVICE void take_turn() const {
+        if (ALTERNATE) asm volatile("bar.sync %0, 256;" ::"r"(4 + walker) : "memory");
+    }
+    DEVICE void pass_turn() const {
+        if (ALTERNATE) asm volatile("bar.arrive %0, 256;" ::"r"(5 - walker) : "memory");
+    }
+
     // Item `index`. The item itself is looked up again where it is needed: kept, it would cost registers.
     DEVICE void attend(const PrefillArguments& arguments, int index) {
         int num_blocks, first_length;
         Queries queries;
         {
             const WorkItem item = work_item(arguments, index);
-            num_blocks = blocks_of(own_length(item));
-            first_length = item.tile.first_position + first_token() + 1;
-            queries.load(arguments, item, rows(item));
+            num_blocks = uniform(blocks_of(own_length(item)));
+            first_length = uniform(item.tile.first_position + first_token() + 1);
+            queries.load(arguments, item, rows(item), walker);
         }
         float total[LANE_VALUES], acc[LANE_VALUES], scores[32], factor[2];
         u32 p[4][4];
@@ -209,13 +216,16 @@ struct Walker {
         clear(acc);
 
         wait_full();
+        take_turn();
         warpgroup_fence();
-        queries.multiply(scores, keys());
+        queries.multiply(scores, keys(stage), walker);
         warpgroup_commit();
+        pass_turn();
         warpgroup_wait<0>();
         pin_registers(scores);
         bool changed = softmax(scores, 0, num_blocks, first_length, part, factor);
-        bool ended = not_kept(0), accumulate = false;
+        bool ended = false, accumulate = false;
+        int last = 0;  // block of the sub-split under way
         FoldStep step[2];
         // Here `scores` are the exponentials of `block`, and P V of the block before is under way. That wait stands at
         // the top of the loop: within a run of instructions the compiler would put it before the exponentials.
@@ -223,7 +233,7 @@ struct Walker {
         for (int block = 0;; block++) {
             warpgroup_wait<0>();
             pin_registers(acc);
-            if (block > 0) release(keys_before());
+            if (block > 0) release(stage_before());
             if (ended) {
                 fold_values(total, acc, step);
                 if (block % GROUP_BLOCKS == 0) Fold::close_group(total);
@@ -233,27 +243,33 @@ struct Walker {
             }
             accumulate = block > 0 && !ended;
             pack(scores, p);
-            ended = block + 1 == num_blocks || ends_sub_split(block);
-            if (ended) Fold::close_sub_split(part, step);
-            if (block + 1 == num_blocks) break;
+            const bool is_last = block + 1 == num_blocks;
+            ended = is_last || block == last;
+            if (ended) {
+                Fold::close_sub_split(part, step);
+                last = block + sub_split_blocks(block + 1);
+            }
+            if (is_last) break;
             advance();
             wait_full();
+            take_turn();
             warpgroup_fence();
-            queries.multiply(scores, keys());
+            queries.multiply(scores, keys(stage), walker);
             warpgroup_commit();
-            multiply_values(acc, p, keys_before() + TILE_BYTES, accumulate);
+            multiply_values(acc, p, keys(stage_before()) + TILE_BYTES, accumulate);
             warpgroup_commit();
+            pass_turn();
             warpgroup_wait<1>();
             pin_registers(scores);
             changed = softmax(scores, block + 1, num_blocks, first_length, part, factor);
             pin_registers(scores);
         }
         warpgroup_fence();
-        multiply_values(acc, p, keys() + TILE_BYTES, accumulate);
+        multiply_values(acc, p, keys(stage) + TILE_BYTES, accumulate);
         warpgroup_commit();
         warpgroup_wait<0>();
         pin_registers(acc);
-        release(keys());
+        release(stage);
         advance();
         fold_values(total, acc, step);
         Fold::finish(total);
@@ -262,15 +278,19 @@ struct Walker {
     }
 
     DEVICE void walk(const PrefillArguments& arguments) {
+        begin_turns();
         for (int index = blockIdx.x; has_work(arguments, index); index = next_work(index)) {
             WorkItem item = work_item(arguments, index);
-            if (item.tile.rows <= 0) continue;
-            if (own_length(item) > 0) attend(arguments, index);
+            if (uniform(item.tile.rows) <= 0) continue;
+            if (uniform(own_length(item)) > 0) attend(arguments, index);
             // Blocks that only the other walker needs.
             item = work_item(arguments, not_kept(index));
-            for (int block = blocks_of(own_length(item)); block < blocks_of(item.length()); block++) {
+            const int others = uniform(blocks_of(item.length()) - blocks_of(own_length(item)));
+            for (int i = 0; i < others; i++) {
                 wait_full();
-                release(keys());
+                take_turn();
+                pass_turn();
+                release(stage);
                 advance();
             }
         }
@@ -295,7 +315,7 @@ DEVICE void attend_by_warpgroups(const PrefillArguments& arguments) {
         if (threadIdx.x == 0) fill(arguments);
     } else {
         raise_registers<WALKER_REGISTERS>();
-        Walker().walk(arguments);
+        Walker{warpgroup - 1, 0, 0}.walk(arguments);
     }
 }
 #endif
