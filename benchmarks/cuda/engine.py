@@ -38,8 +38,9 @@ GREEDY: Final = SamplingParams(temperature=0.0)
 MATRIX_RATE: Final = 790e12
 """bf16 operations per second of a large product on this kind of device; floors of prefill are stated against it."""
 
+PREFILL_FORMATS: Final = ("k8v4", "int8")
 PACES: Final = {"one at a time": 0.5, "back to back": 0.0}
-"""Seconds before each prompt."""
+"""How prompts follow each other in measurements of prefill: seconds before each."""
 
 
 class Bench:
@@ -240,7 +241,7 @@ def measure_prefill(bandwidth: float) -> list[dict[str, Any]]:
     """4k tokens from nothing, and after 32k; chunks of 4096 and 2048 rows; prompts with a pause before each, as they
     come to an idle device, and back to back, where its power limit lowers the clock."""
     figures = []
-    for kv_format in ("int8", "k8v4"):
+    for kv_format in PREFILL_FORMATS:
         with bench(llama_8b(), kv_format, PackedStorage.BF16, 48_000, 6) as made:
             config = made.config
             operations = 2 * made.weight_bytes / 2 * 4096

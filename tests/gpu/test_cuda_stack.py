@@ -53,7 +53,7 @@ def ask(stack: Stack, **changes: Any) -> Any:
 def kill_the_busy_worker(stack: Stack) -> None:
     rows = httpx.get(f"{stack.base_url}/workers", timeout=10).json()["data"]
     [busy] = [row["id"] for row in rows if row["free"] < row["slots"]]
-    os.kill(stack.pids[busy], signal.SIGKILL)
+    os.kill(stack.pids()[busy], signal.SIGKILL)
 
 
 def test_stream_goes_on_when_its_cuda_worker_is_killed() -> None:
