@@ -48,6 +48,9 @@ _EXCHANGE_BYTES: Final = _HALF_WARPS * _WARP * (16 + 8) + PRODUCT_ROWS * (_HALF_
 _RESERVED_BYTES: Final = 1 << 10
 """Shared memory that the system takes for each CTA."""
 
+_FOLD_ROOM: Final = 8 << 10
+"""Shared memory of a processor that decode attention leaves to the fold's CTAs, where its ring allows it."""
+
 _BARRIER_BYTES: Final = 8
 _MAX_FOLD_WARPS: Final = 16
 _START_BLOCKS: Final = 1.5
@@ -215,8 +218,10 @@ class AttentionTables:
 class DecodeAttention:
     """Decode attention for one page layout and number of query heads, on one device.
 
-    A CTA asks for what its ring needs and no more: rounded up to its share of a processor, it would keep the fold's
-    CTAs off the processor until it ends (32 sequences of 4k cells, int8: 112 us for both kernels instead of 76).
+    A CTA takes its share of a processor's shared memory, even if its ring is smaller: so no processor takes more than
+    `resident` CTAs, and those of the next layer cannot crowd on the processors that are done first (q4 at 131k cells:
+    47 us instead of 61). Some of it is left for the fold, whose CTAs could not begin on a full processor (32 sequences
+    of 4k cells, int8: 112 us for both kernels instead of 76).
 
     ring: instead of what suits the device. without: levels that are taken away, such as KVALET_NO_BULK; the bits stay
     the same. Raises LayoutError for shapes that the kernels are not made for.
@@ -242,6 +247,7 @@ class DecodeAttention:
         self._library = library
         self._num_processors = num_processors
         self._levels = dict.fromkeys(without, 1)
+        self._limit = shared_bytes(library.arch)
         self._rings: dict[int, BlockRing] = {
             tiles: ring or choose_ring(layout, library.arch, tiles)
             for tiles in range(1, PRODUCT_ROWS // _QUERY_TILE + 1)
@@ -330,6 +336,10 @@ class DecodeAttention:
         kernel = self._library.get(FOLD, "attention_fold", self._fold_variant(plan, activation_layout))
         kernel.launch(stream, grid, 32 * plan.fold_warps, arguments)
 
+    def _share(self, resident: int) -> int:
+        """Shared memory of each of `resident` CTAs beside the fold's."""
+        return _share(self._limit - _FOLD_ROOM, resident)
+
     def _partials_bytes(self, plan: DecodePlan) -> int:
         return plan.scratch_rows * self.num_heads * plan.max_splits * self.layout.head_dim * 4
 
@@ -347,7 +357,7 @@ class DecodeAttention:
             "PAGE_SIZE": self.layout.page_size,
             "K_PLANE": self.layout.k_format.kernel_id,
             "V_PLANE": self.layout.v_format.kernel_id,
-            "SHARED_BYTES": ring.shared_bytes(self.layout, query_tiles),
+            "SHARED_BYTES": max(ring.shared_bytes(self.layout, query_tiles), self._share(ring.resident)),
             "RESIDENT": ring.resident,
             **ring.parameters(query_tiles),
             **self._levels,

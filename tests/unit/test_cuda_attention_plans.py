@@ -59,9 +59,13 @@ def test_one_long_sequence_fills_the_device_and_many_do_not_split_further() -> N
 def test_rings_fit_into_shared_memory(kv_format: str, arch: str, limit_kib: int, query_tiles: int) -> None:
     attention = _attention(kv_format=kv_format, arch=arch)
     ring = choose_ring(attention.layout, arch, query_tiles)
-    needed = attention.decode_variant(query_tiles)["SHARED_BYTES"]
-    assert needed == ring.shared_bytes(attention.layout, query_tiles) <= limit_kib << 10
-    assert ring.resident * (needed + 1024) <= (limit_kib + 1) << 10
+    taken = attention.decode_variant(query_tiles)["SHARED_BYTES"]
+    assert ring.shared_bytes(attention.layout, query_tiles) <= taken <= limit_kib << 10
+    # The chosen number of CTAs fits on a processor, and no more; beside a small ring there is room for the fold.
+    whole = (limit_kib + 1) << 10
+    assert ring.resident * (taken + 1024) <= whole < (ring.resident + 1) * (taken + 1024)
+    if taken > ring.shared_bytes(attention.layout, query_tiles):
+        assert whole - ring.resident * (taken + 1024) >= 8 << 10
 
 
 def test_bulk_copies_fill_slots_of_v_without_padding() -> None:
