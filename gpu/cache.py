@@ -14,11 +14,11 @@ from typing import Any
 from gpu.cache_stats import CacheStats
 from gpu.cell_kernels import CellKernels
 from gpu.device_memory import DeviceMemory
-from gpu.errors import HoldViolation, NonFiniteInput, PlanError, UnfilledPage, UnprovenAppend, invariant
+from gpu.errors import HoldViolation, NonFiniteInput, PlanError, PoisonedPage, UnprovenAppend, invariant
 from gpu.layout import KVLayout
 from gpu.mirror import MirrorArena
 from gpu.page_memory import PageMemory
-from gpu.pages import FillPage, HoldKind, Page, PageState, SealedPage
+from gpu.pages import FillPage, HoldKind, Page, SealedPage
 from gpu.plan import StepPlan
 from gpu.proof import Attest, Poison
 from gpu.sequence import Sequence
@@ -235,21 +235,33 @@ class KVCache:
         return len(resident)
 
     def begin_fill(self, num_pages: int) -> list[FillPage]:
-        """Poisoned pages with a fill hold, to be received into. Raises CapacityError, having changed nothing."""
+        """Pages with a fill hold, for `prepare_fill`. Raises CapacityError, having changed nothing."""
         return self.memory.take_filling(num_pages)
 
+    def prepare_fill(self, filled: FillPage) -> None:
+        """Poison a page that something will be received into. Any thread: it takes as long as a row's pages of a step.
+
+        Raises PoisonedPage if it is not wholly poisoned then.
+        """
+        self.memory.poison_filling(filled)
+
+    def prove_fill(self, filled: FillPage) -> None:
+        """Look for poison in a received page, which takes a while too. Any thread; `fill` needs it.
+
+        Raises UnfilledPage if a cell holds poison: the page stays a fill, to be abandoned.
+        """
+        self.memory.prove_filled(filled)
+
     def fill(self, filled: FillPage, digest: bytes, *, own_numerics: bool = True) -> SealedPage:
-        """Publish a received and verified page; drops its fill hold. The only way in for restored cells.
+        """Publish a received, verified and proven page; drops its fill hold. The only way in for restored cells.
 
         Its way to the device begins at once where a slot is free; until then, or else, it is read from the mirror.
-        A page whose digest is known is freed and the known one returned. Raises UnfilledPage if a cell holds poison:
-        the page stays a fill, to be abandoned. Attach the result before anything else may evict it.
+        A page whose digest is known is freed and the known one returned. Attach the result before anything else may
+        evict it. Raises HoldViolation for a page that is no fill any more, PoisonedPage for one without its proof.
         """
         memory, page = self.memory, filled.page
-        ours = page.state is PageState.FILLING and page.generation == filled.generation
-        invariant(ours, HoldViolation, f"page {page.index} is no longer a fill")
-        if not memory.is_filled(page):
-            raise UnfilledPage(f"page {page.index}: a restored page with poison in it")
+        memory.check_filling(filled)
+        invariant(page.filled, PoisonedPage, f"page {page.index} was to be published without its proof")
         known = memory.pool.lookup(digest)
         if known is None:
             memory.publish(page, digest, own_numerics)

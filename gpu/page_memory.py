@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.device_memory import DeviceMemory
-from gpu.errors import LayoutError, MirrorDivergence, PoisonedPage, WriteOutOfBounds, invariant
+from gpu.errors import (
+    HoldViolation,
+    LayoutError,
+    MirrorDivergence,
+    PoisonedPage,
+    UnfilledPage,
+    WriteOutOfBounds,
+    invariant,
+)
 from gpu.layout import KVLayout
 from gpu.mirror import MirrorArena
 from gpu.pages import FillPage, HoldKind, Page, PagePool, PageState, SealedPage
@@ -78,12 +86,31 @@ class PageMemory:
         return fresh
 
     def take_filling(self, num_pages: int) -> list[FillPage]:
-        """Poisoned pages with a fill hold. Raises CapacityError with nothing changed."""
+        """Pages with a fill hold, not poisoned yet. Raises CapacityError with nothing changed."""
         fresh = self.pool.take(num_pages, HoldKind.FILL, PageState.FILLING)
         for page in fresh:
             self._from_mirror[page.index] = True
-            self._hand_out(page)
         return [FillPage(page, page.generation, self._buffer(page)) for page in fresh]
+
+    def poison_filling(self, filled: FillPage) -> None:
+        """Poison a page that `take_filling` gave. Any thread. Raises PoisonedPage if it is not wholly poisoned."""
+        self.check_filling(filled)
+        self._hand_out(filled.page)
+
+    def prove_filled(self, filled: FillPage) -> None:
+        """Raise UnfilledPage if a cell of a received page holds poison. Any thread."""
+        self.check_filling(filled)
+        page = filled.page
+        invariant(page.poisoned, PoisonedPage, f"page {page.index} was received into without poison")
+        if self._poison.present(self.view(page)):
+            raise UnfilledPage(f"page {page.index}: a restored page with poison in it")
+        page.filled = True
+
+    def check_filling(self, filled: FillPage) -> None:
+        """Raise HoldViolation unless the page is still the fill that it was taken for."""
+        page = filled.page
+        ours = page.state is PageState.FILLING and page.generation == filled.generation
+        invariant(ours, HoldViolation, f"page {page.index} is no longer a fill")
 
     def note_absent(self, indices: NDArray[np.int64]) -> None:
         """A step is about to read these pages: those without a device copy are read, or promoted, from the mirror."""
@@ -163,15 +190,13 @@ class PageMemory:
                 intact = self._poison.intact(self.view(page), first)
                 invariant(intact, WriteOutOfBounds, f"{sequence}: cells beyond its length were written")
 
-    def is_filled(self, page: Page) -> bool:
-        """Whether no cell of a page holds poison."""
-        return not self._poison.present(self.view(page))
-
     def _hand_out(self, page: Page) -> None:
         view = self.view(page)
         self._poison.set(view)
         invariant(self._poison.intact(view), PoisonedPage, f"page {page.index} was to be handed out without poison")
-        self.num_poisoned += 1
+        page.poisoned = True
+        with self.pool.lock:
+            self.num_poisoned += 1
 
     def _buffer(self, page: Page) -> memoryview:
         return self.mirror.view(page.index * self.page_bytes, self.page_bytes)

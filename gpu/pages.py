@@ -46,7 +46,8 @@ class PageState(Enum):
 class Page:
     """One page of the arena.
 
-    generation: grows when the page is freed, so that a stale reference is noticed. depth: its place in its sequence.
+    generation: grows when the page is freed, so that a stale reference is noticed. poisoned: since it was handed out;
+    filled: what a restore has received into it holds no poison. depth: its place in its sequence.
     unproven: launched steps that write to it and whose event is still to come. tainted: such a step failed its proof;
     the page can never be sealed. own_numerics: its bytes are the ones that this process would compute.
     """
@@ -54,6 +55,8 @@ class Page:
     index: int
     state: PageState = PageState.FREE
     generation: int = 0
+    poisoned: bool = False
+    filled: bool = False
     digest: bytes | None = None
     depth: int = 0
     unproven: int = 0
@@ -76,7 +79,7 @@ class SealedPage:
 
 @dataclass(frozen=True, slots=True)
 class FillPage:
-    """A page that a restore writes. buffer: page_bytes, writable until `fill` or `abandon_fill`."""
+    """A page that a restore writes. buffer: page_bytes, writable from `prepare_fill` to `fill` or `abandon_fill`."""
 
     page: Page
     generation: int
@@ -221,5 +224,6 @@ class PagePool:
         page.generation += 1
         self.generations[page.index] = page.generation
         page.digest, page.unproven, page.tainted, page.own_numerics = None, 0, False, True
+        page.poisoned = page.filled = False
         self._on_free(page)
         self._free.append(page)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.cache import HoldKind, KVCache, MirrorArena, SealedPage, Sequence
+from gpu.cache import FillPage, HoldKind, KVCache, MirrorArena, SealedPage, Sequence
 from gpu.cpu.backend import CpuBackend, unified_cache
 from gpu.formats import cache_format
 from gpu.kv_kernels import KVKernels, RopeTable
@@ -123,9 +123,19 @@ class Lab:
         """Fill one page per digest from stored bytes."""
         restored = []
         for filled, digest in zip(self.cache.begin_fill(len(digests)), digests, strict=True):
+            self.cache.prepare_fill(filled)
             filled.buffer[:] = store[digest]
+            self.cache.prove_fill(filled)
             restored.append(self.cache.fill(filled, digest))
         return restored
+
+    def filled(self) -> FillPage:
+        """A page of zeros that is ready for `fill`."""
+        [filled] = self.cache.begin_fill(1)
+        self.cache.prepare_fill(filled)
+        filled.buffer[:] = bytes(filled.buffer.nbytes)
+        self.cache.prove_fill(filled)
+        return filled
 
 
 def make_lab(

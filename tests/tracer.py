@@ -335,7 +335,9 @@ class TracerWorld:
             except CapacityError:
                 if not self._preempt(keep):
                     return None
+        self.cache.prepare_fill(filled)
         filled.buffer[:] = self.store[digest]
+        self.cache.prove_fill(filled)
         self.num_restored += 1
         return self.cache.fill(filled, digest)
 

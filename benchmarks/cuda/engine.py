@@ -94,7 +94,9 @@ class Bench:
         pattern = self._pattern()
         sealed = []
         for fill in self.cache.begin_fill(pages):
+            self.cache.prepare_fill(fill)
             fill.buffer[:] = pattern
+            self.cache.prove_fill(fill)
             self._num_filled += 1
             sealed.append(self.cache.fill(fill, self._num_filled.to_bytes(16, "little")))
         self.cache.attach(sequence, sealed)

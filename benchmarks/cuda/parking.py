@@ -161,6 +161,8 @@ def measure_store(cells: int) -> list[dict[str, Any]]:
 def restored(made: Bench, store: RedisPageStore, known: list[StoredPage], segments: tuple[int, ...]) -> Sequence:
     """A sequence whose pages came from the store, each filled as it arrived."""
     fills = made.cache.begin_fill(len(known))
+    for fill in fills:
+        made.cache.prepare_fill(fill)
     requests = [
         FetchRequest(page.key, page.expected(), segments, fill.buffer) for page, fill in zip(known, fills, strict=True)
     ]
@@ -169,6 +171,7 @@ def restored(made: Bench, store: RedisPageStore, known: list[StoredPage], segmen
         for outcome, fill, page in zip(outcomes, fills, known, strict=True):
             if not isinstance(outcome, PagePresent):
                 raise SystemExit(f"a page did not come back: {outcome}")
+            made.cache.prove_fill(fill)
             sealed.append(made.cache.fill(fill, page.identity.digest))
     sequence = made.cache.open()
     made.cache.attach(sequence, sealed)

@@ -187,11 +187,14 @@ def test_kv_restore_that_misses_a_part_raises_unfilled_page(kv_format: str, part
     lab.step(sequence, TOKENS)
     stored = bytes(lab.seal_all(sequence, TOKENS)[0].buffer)
     other = make_lab(kv_format)
-    filled = other.cache.begin_fill(1)[0]
+    [filled] = other.cache.begin_fill(1)
+    other.cache.prepare_fill(filled)
     half = lab.layout.page_bytes // 2
     received = slice(0, half) if part == 0 else slice(half, None)
     filled.buffer[received] = stored[received]
     with pytest.raises(UnfilledPage):
+        other.cache.prove_fill(filled)
+    with pytest.raises(PoisonedPage):
         other.cache.fill(filled, chain(TOKENS, 16)[0])
     other.cache.abandon_fill(filled)
     assert other.cache.free_pages == other.cache.num_pages

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpu.errors import MirrorDivergence, UnprovenAppend
+from gpu.errors import MirrorDivergence, PoisonedPage, UnprovenAppend
 from gpu.pages import Page
 from gpu.simulated.backend import SimulatedBackend
 from gpu.simulated.faults import Fault, StoreFault
@@ -153,6 +153,24 @@ def test_divergence_ends_a_turn_whose_earlier_attempt_may_have_read_the_page(mak
     assert view.error is not None
     assert (view.state, view.error["code"], len(runs)) == (TurnState.FAILED, "integrity", 2)
     _wait_fatal(fleet, "bad")
+    fleet.fatal.clear()
+
+
+@pytest.mark.timeout(60)
+def test_page_that_a_restore_cannot_poison_quarantines_the_worker(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(lease_s=1.0, heartbeat_s=0.1)
+    first = fleet.say("good", STORY, scope="key")
+    worker = fleet.worker("bad")
+    monkeypatch.setattr(worker.engine.cache.memory._poison, "set", lambda *_: None)
+    turn_id = fleet.accept(STORY, scope="key")
+    worker.run_turn(turn_id)
+    _wait_fatal(fleet, "bad")
+    assert isinstance(worker.engine.quarantine, PoisonedPage)
+    assert "was to be handed out without poison" in str(worker.engine.quarantine)
+    assert _take_over(fleet, turn_id).state is TurnState.INCOMPLETE
+    assert fleet.path(turn_id)[-1].output_ids == fleet.path(first.turn_id)[-1].output_ids
     fleet.fatal.clear()
 
 

@@ -12,6 +12,7 @@ from gpu.errors import (
     LayoutError,
     MirrorDivergence,
     PlanError,
+    PoisonedPage,
     UnprovenAppend,
     WriteOutOfBounds,
 )
@@ -279,8 +280,7 @@ def test_kv_seal_of_a_known_digest_with_other_bytes_raises_mirror_divergence(lab
 
 
 def test_kv_seal_that_goes_on_with_a_foreign_page_makes_the_sequence_foreign(lab: Lab) -> None:
-    filled = lab.cache.begin_fill(1)[0]
-    filled.buffer[:] = bytes(filled.buffer.nbytes)
+    filled = lab.filled()
     lab.cache.fill(filled, b"d", own_numerics=False)
     sequence = lab.cache.open()
     lab.step(sequence, TOKENS[:32])
@@ -293,8 +293,7 @@ def test_kv_seal_behind_a_foreign_numerics_page_may_have_other_bytes(lab: Lab) -
     first = lab.cache.open()
     lab.step(first, TOKENS[:16])
     lab.cache.seal(first, 0, b"d")
-    filled = lab.cache.begin_fill(1)[0]
-    filled.buffer[:] = bytes(filled.buffer.nbytes)
+    filled = lab.filled()
     second = lab.cache.open()
     lab.cache.attach(second, [lab.cache.fill(filled, b"foreign", own_numerics=False)])
     lab.step(second, TOKENS[16:32])
@@ -312,16 +311,37 @@ def test_kv_fill_of_a_known_digest_returns_the_known_page(lab: Lab) -> None:
 
 
 def test_kv_fill_twice_raises_hold_violation(lab: Lab) -> None:
-    filled = lab.cache.begin_fill(1)[0]
-    filled.buffer[:] = bytes(filled.buffer.nbytes)
+    filled = lab.filled()
     lab.cache.fill(filled, b"d")
     with pytest.raises(HoldViolation):
         lab.cache.fill(filled, b"e")
 
 
-def test_kv_filled_page_is_cached_until_it_is_attached(lab: Lab) -> None:
-    filled = lab.cache.begin_fill(1)[0]
+def test_kv_fill_that_was_received_into_without_poison_is_an_alarm(lab: Lab) -> None:
+    [filled] = lab.cache.begin_fill(1)
     filled.buffer[:] = bytes(filled.buffer.nbytes)
+    with pytest.raises(PoisonedPage, match="received into without poison"):
+        lab.cache.prove_fill(filled)
+    lab.cache.prepare_fill(filled)
+    filled.buffer[:] = bytes(filled.buffer.nbytes)
+    with pytest.raises(PoisonedPage, match="published without its proof"):
+        lab.cache.fill(filled, b"d")
+
+
+def test_kv_proof_of_a_fill_ends_with_the_fill(lab: Lab) -> None:
+    filled = lab.filled()
+    lab.cache.abandon_fill(filled)
+    for action in (lab.cache.prepare_fill, lab.cache.prove_fill):
+        with pytest.raises(HoldViolation, match="no longer a fill"):
+            action(filled)
+    [again] = lab.cache.begin_fill(1)
+    assert again.page is filled.page
+    with pytest.raises(PoisonedPage):
+        lab.cache.fill(again, b"d")
+
+
+def test_kv_filled_page_is_cached_until_it_is_attached(lab: Lab) -> None:
+    filled = lab.filled()
     lab.cache.fill(filled, b"d")
     assert (lab.cache.cached_pages, lab.cache.stats().held[HoldKind.FILL]) == (1, 0)
 

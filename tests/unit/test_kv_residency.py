@@ -70,9 +70,7 @@ def test_kv_residency_page_under_a_launched_step_keeps_its_slot() -> None:
     sequence = filled(lab, 16)
     lab.cache.reserve(sequence, 17)
     handle = lab.backend.launch(StepPlan((lab.entry(sequence, [7]),)))
-    filled_meanwhile = lab.cache.begin_fill(1)[0]
-    filled_meanwhile.buffer[:] = bytes(filled_meanwhile.buffer.nbytes)
-    lab.cache.fill(filled_meanwhile, b"d")
+    lab.cache.fill(lab.filled(), b"d")
     lab.cache.memory.residency._max_sealed = 0
     lab.cache.memory.residency.trim(lab.cache.memory.pool)
     assert resident_depths(lab, sequence) == [0, 1]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from gpu.backend import Backend, StepHandle
 from gpu.cache import HoldKind
@@ -107,6 +107,14 @@ class Engine:
                 if future.done():
                     return future.result()
                 self._check_alive()
+
+    def alarm(self, error: InvariantViolation) -> None:
+        """End the engine because of a broken rule that another thread has found. Raises WorkerQuarantined."""
+
+        def fail() -> NoReturn:
+            raise error
+
+        self.call(fail)
 
     def admit(self, turn: EngineTurn) -> RunningTurn:
         """Queue a turn; it may resolve its prefix once `turn.admitted` is set. Order: priority, then arrival."""
@@ -248,11 +256,10 @@ class Engine:
     def _reserve(self, running: RunningTurn, entry: PlanEntry) -> bool:
         if running.phase is not Phase.RUNNING:
             return False
-        try:
+        with contextlib.suppress(CapacityError):
             self.promises.reserve(running, running.loaded.length + entry.num_rows)
-        except CapacityError:
-            return False
-        return True
+            return True
+        return False
 
     def _preempt_youngest(self) -> bool:
         """Take the pages of the youngest, least important turn, unless others are about to come free."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpu.cache import FillPage, KVCache, SealedPage
-from gpu.errors import UnfilledPage
+from gpu.errors import InvariantViolation, UnfilledPage
 from snapshot_store.deadline import Deadline
 from snapshot_store.errors import StoreError
 from snapshot_store.store import FetchRequest, PageDamaged, PageMissing, PagePresent, PageStore, PageUnreachable
@@ -246,8 +246,14 @@ class Restorer:
         return fills
 
     def _receive(self, search: _Search, numerics: bytes, fills: list[FillPage]) -> int:
-        """Receive into mirror pages until the first fault or the deadline; returns the number of good pages."""
-        pages, result = search.pages, search.result
+        """Receive into mirror pages until the first fault or the deadline; returns the number of good pages.
+
+        Poison is set and looked for on this thread: it takes a tenth of a millisecond a page and more, and the engine
+        has steps to launch.
+        """
+        pages, result, cache = search.pages, search.result, self._engine.cache
+        for fill in fills:
+            self._watched(cache.prepare_fill, fill)
         requests = []
         for index, fill in enumerate(fills, search.first):
             expected = self._identity.expected(pages, index, numerics)
@@ -263,12 +269,23 @@ class Restorer:
                 if not isinstance(outcome, PagePresent):
                     self._explain(outcome, result)
                     break
+                self._watched(cache.prove_fill, fills[good])
                 good += 1
+        except UnfilledPage as error:
+            result.reasons["damaged:UnfilledPage"] += 1
+            _log.warning("page %d of the chain: %s", search.first + good, error)
         finally:
             close = getattr(outcomes, "close", None)
             if close is not None:
                 close()
         return good
+
+    def _watched(self, action: Callable[[FillPage], None], fill: FillPage) -> None:
+        """Do something to a page; a rule that proves broken ends the engine."""
+        try:
+            action(fill)
+        except InvariantViolation as error:
+            self._engine.alarm(error)
 
     def _explain(self, outcome: PageDamaged | PageMissing, result: Resolution) -> None:
         """Count why a page is no use, and delete a damaged one so that the recomputed page can take its place."""
@@ -291,14 +308,11 @@ class Restorer:
         """Mint the good pages and attach them; give the rest back. On the engine thread."""
         cache, pages, first = self._engine.cache, search.pages, search.first
         self._engine.promises.end_fill(search.running)
-        sealed: list[SealedPage] = []
-        try:
-            for index, fill in enumerate(good, first):
-                sealed.append(cache.fill(fill, pages.digest(index, numerics), own_numerics=numerics == pages.own))
-        except UnfilledPage as error:
-            search.result.reasons["damaged:UnfilledPage"] += 1
-            _log.warning("page %d of the chain: %s", first + len(sealed), error)
-        for fill in (*good[len(sealed) :], *rest):
+        sealed = [
+            cache.fill(fill, pages.digest(index, numerics), own_numerics=numerics == pages.own)
+            for index, fill in enumerate(good, first)
+        ]
+        for fill in rest:
             cache.abandon_fill(fill)
         return search.attach(numerics, sealed, cache)
 
