@@ -7,10 +7,13 @@ one a line, and exits 1 when there are any.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from cuda.bindings import driver
 
@@ -20,6 +23,7 @@ from gpu.cuda.programs import ProgramCompiler
 from gpu.cuda.sources import SOURCES
 from gpu.errors import KernelCompileError
 
+_T = TypeVar("_T")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 # ptxas gives up the overlap of warpgroup products, or setmaxnreg.
 _SERIALIZED = re.compile(r".*\bC75\d\d\b.*")
@@ -34,21 +38,27 @@ def compile_problems(
     in_registers: ptxas must not complain either; then nothing comes from the cache, which keeps no notes.
     """
     compiler = ProgramCompiler(arch)
-    problems = []
-    for parameters in samples if source.serves(arch) else ():
+
+    def problems_of(parameters: Mapping[str, int]) -> list[str]:
         try:
             if in_registers:
                 cubin, notes = compiler.compile_verbose(source, parameters)
             else:
                 cubin, notes = compiler.compile(source, parameters), ""
         except KernelCompileError as error:
-            problems.append(str(error))
-            continue
+            return [str(error)]
         code = bytes(cubin.code)
         faults = [f"no kernel {kernel.name}" for kernel in source.kernels if _symbol(kernel.name) not in code]
         faults += ptxas_complaints(notes)
-        problems += [f"{source.file}: {arch} {parameters}: {fault}" for fault in faults]
-    return problems
+        return [f"{source.file}: {arch} {parameters}: {fault}" for fault in faults]
+
+    return side_by_side(problems_of, samples if source.serves(arch) else ())
+
+
+def side_by_side(look: Callable[[_T], list[str]], items: Iterable[_T]) -> list[str]:
+    """What `look` finds at each item, in their order; the compiler runs without the interpreter, so on every core."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [found for part in pool.map(look, items) for found in part]
 
 
 def ptxas_complaints(notes: str) -> Iterator[str]:

@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks import _record
 from gpu.cuda.activations import ActivationLayout
-from gpu.cuda.attention import AttentionTables, BlockRing, DecodeAttention, DecodeRing, HalfRing
+from gpu.cuda.attention import AttentionTables, DecodeAttention
+from gpu.cuda.attention_rings import BlockRing, DecodeRing, HalfRing
 from gpu.cuda.programs import ProgramCompiler
 from tests.gpu.lab import Lab
 from tests.gpu.paged_attention import make_layout, random_pages, random_queries

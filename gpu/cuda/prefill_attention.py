@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.architectures import WARPGROUP_ARCH, shared_bytes
-from gpu.cuda.attention import BLOCK_CELLS, AttentionTables
+from gpu.cuda.attention import AttentionTables
+from gpu.cuda.attention_rings import BLOCK_CELLS
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
 from gpu.errors import LayoutError, PlanError
