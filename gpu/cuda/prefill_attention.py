@@ -222,25 +222,25 @@ class PrefillAttention:
         """
         kernel = self._library.get(PREFILL, "attention_prefill", self.variant(activation_layout))
         for part in plan.rounds:
-            sequences = tables.sequences + part.first_sequence * _ROW_BYTES
             if self.by_warpgroups:
-                self._convert(stream, layer, part, tables, sequences, scratch)
+                self.convert(stream, layer, part, tables, scratch)
             items = part.num_tiles * part.num_heads
             arguments = (
                 queries, tables.page_table, tables.tiles + part.first_tile * _ROW_BYTES, activations, scratch,
-                sequences, layer, tables.max_pages, part.num_tiles, part.num_blocks, part.first_head, part.num_heads,
+                _sequences(tables, part), layer, tables.max_pages, part.num_tiles, part.num_blocks, part.first_head,
+                part.num_heads,
             )  # fmt: skip
             grid = min(items, self._num_processors) if self.by_warpgroups else items
             threads = _WARPGROUP_THREADS if self.by_warpgroups else 32 * self._warps
             kernel.launch(stream, grid, threads, arguments, self._shared)
 
-    def _convert(
-        self, stream: Any, layer: int, part: PrefillRound, tables: AttentionTables, sequences: int, scratch: int
-    ) -> None:
+    def convert(self, stream: Any, layer: int, part: PrefillRound, tables: AttentionTables, scratch: int) -> None:
+        """Queue what comes first in a round by warpgroups: its blocks of one layer, from their pages to `scratch`."""
         shape = {name: value for name, value in self.variant(ActivationLayout.TILE).items() if name in TILES.parameters}
         kernel = self._library.get(TILES, "attention_tiles", shape)
         arguments = (
-            tables.page_table, sequences, scratch, layer, tables.max_pages, part.num_sequences, part.first_head,
+            tables.page_table, _sequences(tables, part), scratch, layer, tables.max_pages, part.num_sequences,
+            part.first_head,
         )  # fmt: skip
         grid = (part.num_blocks, part.num_heads)
         kernel.launch(stream, grid, _CONVERTING_THREADS, arguments, self._block_bytes)
@@ -292,6 +292,11 @@ class PrefillAttention:
 def usual_ring(layout: KVLayout) -> PrefillRing:
     """Four blocks; half of the queries in shared memory where registers are short."""
     return PrefillRing(4, 4 if layout.head_dim == 128 else 0)
+
+
+def _sequences(tables: AttentionTables, part: PrefillRound) -> int:
+    """Address of the first of a round's sequences."""
+    return tables.sequences + part.first_sequence * _ROW_BYTES
 
 
 def _num_blocks(cells: int) -> int:

@@ -40,7 +40,9 @@ static_assert(SHARED_QUERY_STEPS % 4 == 0 && SHARED_QUERY_STEPS <= KEY_STEPS, "q
 static_assert(STAGES >= 2, "a stage is given back when the next one has arrived");
 
 // ---- filling ----------------------------------------------------------------------------------------------------
-// One thread brings the blocks of the CTA's items, one after the other, as soon as a stage is free.
+// One thread brings the blocks of the CTA's items, one after the other, as soon as a stage is free. Bulk copies read
+// what the kernel before stored in the usual way: the wait for that kernel's end orders them too, so no proxy fence is
+// needed.
 DEVICE void fill(const PrefillArguments& arguments) {
     const u32 shared = SharedLayout::base();
     u32 count = 0;

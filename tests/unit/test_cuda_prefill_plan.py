@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.architectures import shared_bytes
+from gpu.cuda.attention import AttentionTables
 from gpu.cuda.kernel import KernelLibrary
+from gpu.cuda.kernel_table import KernelSource
 from gpu.cuda.prefill_attention import PREFILL, PrefillAttention, PrefillRing, PrefillRound
-from gpu.cuda.programs import ProgramCompiler
+from gpu.cuda.programs import ProgramCompiler, source_text
 from gpu.errors import KernelCompileError, LayoutError, PlanError
 from gpu.formats import CACHE_FORMATS
 from gpu.layout import KVLayout
@@ -69,6 +72,47 @@ def test_blocks_beyond_the_limit_go_in_rounds_over_heads_then_over_sequences() -
     )
     assert plan.tiles.tolist() == [list(row) for row in (far, (0, 96, 8, 7000), near, small)]
     assert plan.sequences.tolist() == [[0, 8032, 0, 0], [1, 6032, 0, 0], [2, 32, 95, 0]]
+
+
+class _Recorder:
+    """A library whose kernels note what they are launched with, by the names of the kernels' parameters."""
+
+    arch = "sm_90a"
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def get(self, source: KernelSource, name: str, variant: dict[str, int]) -> Any:
+        assert set(source.parameters) == set(variant)
+        text = source_text(source.file)
+        declared = text[text.index(f"{name}(") + len(name) + 1 :].split(")")[0]
+        names = [parameter.split()[-1] for parameter in declared.split(",")]
+
+        def launch(stream: Any, grid: Any, threads: int, arguments: tuple[int, ...], shared: int) -> None:
+            self.launches.append((name, grid, dict(zip(names, arguments, strict=True))))
+
+        return SimpleNamespace(launch=launch)
+
+
+def test_every_round_converts_its_blocks_and_then_attends_them() -> None:
+    library = _Recorder()
+    attention = PrefillAttention(cast(KernelLibrary, library), _layout(), 8, 5, 8192, block_limit=1)
+    plan = attention.plan([(0, 0, 32, 8000), (1, 32, 32, 6000), (2, 64, 32, 0), (0, 96, 8, 7000)])
+    attention.launch(
+        None, 1, plan, AttentionTables(tiles=1000, page_table=2000, max_pages=128, sequences=3000), queries=4000,
+        activations=5000, activation_layout=ActivationLayout.TILE, scratch=6000,
+    )  # fmt: skip
+    expected: list[tuple[str, Any, dict[str, Any]]] = []
+    shared = {"page_table": 2000, "blocks": 6000, "layer": 1, "max_pages": 128}
+    for tiles, sequences, num_sequences, blocks, head in (
+        (1000, 3000, 1, 126, 0), (1000, 3000, 1, 126, 1), (1032, 3016, 2, 96, 0), (1032, 3016, 2, 96, 1),
+    ):  # fmt: skip
+        common = {**shared, "sequences": sequences, "first_head": head}
+        expected.append(("attention_tiles", (blocks, 1), {**common, "num_sequences": num_sequences}))
+        of_tiles = {"queries": 4000, "tiles": tiles, "activation": 5000}
+        counts = {"num_tiles": 2, "num_blocks": blocks, "num_heads": 1}
+        expected.append(("attention_prefill", 2, {**common, **of_tiles, **counts}))
+    assert library.launches == expected
 
 
 def test_the_warp_form_reads_pages_and_needs_no_room_for_blocks() -> None:
