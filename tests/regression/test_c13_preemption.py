@@ -6,6 +6,9 @@ in the stream. Right: every output equals its solo run, the stream has no gap an
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from tests.fleet import Fleet
@@ -14,7 +17,6 @@ from workers.turns.events import TurnState
 
 LONG = "In the harbour of {0} lie nine ships with salt. " * 14
 PAGE = 16
-
 
 
 def _solo(fleet: Fleet, texts: list[str], **asked: object) -> list[tuple[int, ...]]:
@@ -26,6 +28,21 @@ def _solo(fleet: Fleet, texts: list[str], **asked: object) -> list[tuple[int, ..
     return outputs
 
 
+def _start_together(fleet: Fleet, worker: str, turn_ids: list[str]) -> list[threading.Thread]:
+    """Start turns whose admissions the engine sees at once, however slowly their threads come along."""
+    engine, gate = fleet.worker(worker).engine, threading.Event()
+    holder = threading.Thread(target=engine.call, args=(gate.wait,))
+    holder.start()
+    threads = [fleet.start(worker, turn_id) for turn_id in turn_ids]
+    deadline = time.monotonic() + 30
+    while engine._commands.qsize() < len(threads):
+        assert time.monotonic() < deadline, "a turn does not come to the engine"
+        time.sleep(0.01)
+    gate.set()
+    holder.join(10)
+    return threads
+
+
 @pytest.mark.timeout(120)
 def test_four_turns_that_cannot_all_fit_equal_their_solo_runs(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(kv_format="f16", page_size=PAGE, mirror_mib=1, step_rows=64, restore="never")
@@ -35,7 +52,7 @@ def test_four_turns_that_cannot_all_fit_equal_their_solo_runs(make_fleet: MakeFl
     worker = fleet.worker("crowded")
     turn_ids = [fleet.accept(text, **asked) for text in texts]
     num_pages = worker.engine.cache.num_pages
-    threads = [fleet.start("crowded", turn_id) for turn_id in turn_ids]
+    threads = _start_together(fleet, "crowded", turn_ids)
     for thread in threads:
         thread.join(90)
         assert not thread.is_alive()
