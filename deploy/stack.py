@@ -315,5 +315,8 @@ def _socket_directory(directory: Path) -> Path:
     # The longest name is control.sock; a socket address holds 107 bytes.
     if len(os.fsencode(place)) > 90:
         return Path(tempfile.mkdtemp(prefix="kvalet-"))
-    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Each by itself: parents of a folder get the default rights, and here lies what people have said.
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (directory, place):
+        folder.mkdir(exist_ok=True, mode=0o700)
     return place

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 OWN_PREFIX = "KVALET_GATEWAY_"
+_LONGEST_S = 86_400.0
 
 
 class SettingsError(Exception):
@@ -39,13 +40,13 @@ class GatewaySettings(BaseSettings):
     stream_ttl_s: int = Field(default=15 * 60, ge=1)
     retention_s: int = Field(default=30 * 24 * 3600, ge=60)
     max_streams: int = Field(default=1024, ge=1)
-    first_event_s: float = Field(default=10.0, gt=0)
-    heartbeat_s: float = Field(default=5.0, gt=0)
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    unserved_s: float = Field(default=8.0, gt=0)
-    control_timeout_s: float = Field(default=5.0, gt=0)
-    worker_stale_s: float = Field(default=8.0, gt=0)
-    shutdown_grace_s: float = Field(default=10.0, ge=0)
+    first_event_s: float = Field(default=10.0, gt=0, le=_LONGEST_S)
+    heartbeat_s: float = Field(default=5.0, gt=0, le=_LONGEST_S)
+    request_timeout_s: float = Field(default=600.0, gt=0, le=_LONGEST_S)
+    unserved_s: float = Field(default=8.0, gt=0, le=_LONGEST_S)
+    control_timeout_s: float = Field(default=5.0, gt=0, le=_LONGEST_S)
+    worker_stale_s: float = Field(default=8.0, gt=0, le=_LONGEST_S)
+    shutdown_grace_s: float = Field(default=10.0, ge=0, le=_LONGEST_S)
     durability: Literal["process", "host"] = "process"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 _HOST_WEIGHTS = ("auto", "f32", "bf16")
 _CUDA_WEIGHTS = ("auto", "bf16", "int8", "int4")
+_LONGEST_S = 86_400.0
 _DEVICE = r"^(\d+|(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})$"
 _NUMERICS_IDS = r"(mixed|[0-9a-f]{64})"
 
@@ -56,10 +57,10 @@ class WorkerSettings(BaseSettings):
     park_ttl_s: int = Field(default=24 * 3600, ge=1)
     park_stateless_ttl_s: int = Field(default=900, ge=1)
     park_queue_mib: int = Field(default=256, ge=1)
-    lease_s: float = Field(default=15.0, ge=0.5)
-    heartbeat_s: float = Field(default=2.0, gt=0)
-    drain_grace_s: float = Field(default=20.0, ge=0)
-    sweep_s: float = Field(default=1.0, gt=0)
+    lease_s: float = Field(default=15.0, ge=0.5, le=_LONGEST_S)
+    heartbeat_s: float = Field(default=2.0, gt=0, le=_LONGEST_S)
+    drain_grace_s: float = Field(default=20.0, ge=0, le=_LONGEST_S)
+    sweep_s: float = Field(default=1.0, gt=0, le=_LONGEST_S)
     wire_connections: int = Field(default=4, ge=1, le=64)
 
     @field_validator("weights")

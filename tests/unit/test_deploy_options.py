@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from deploy.configuration import check_names, gateway_settings, settings_in_force
 from deploy.errors import BadOption, BadSetting
 from deploy.options import worker_environment
+from deploy.stack import Stack, StackOptions
 
 
 def test_options_that_were_given_become_variables() -> None:
@@ -24,12 +27,23 @@ def test_options_that_were_given_become_variables() -> None:
         ("accept_numerics", "all", "--accept-numerics"),
         ("device", "first", "--device"),
         ("device_kv_mib", 0, "--device-kv-mib"),
+        ("lease_s", "inf", "--lease-s"),
     ],
 )
 def test_option_out_of_range_is_refused_by_flag_and_value(option: str, value: object, flag: str) -> None:
     with pytest.raises(BadOption) as refused:
         worker_environment(**{option: value})
     assert (refused.value.field, refused.value.value) == (flag, value)
+
+
+def test_data_folder_of_a_stack_is_its_owners_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "data"
+    old = os.umask(0o022)
+    try:
+        Stack(StackOptions(directory=directory), lambda _: None)
+    finally:
+        os.umask(old)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (directory, directory / "run")] == [0o700, 0o700]
 
 
 @pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
