@@ -54,6 +54,7 @@ from deploy.configuration import (
 )
 from deploy.demo import run_demo
 from deploy.doctor.command import doctor
+from deploy.doctor.cuda import examine_cuda
 from deploy.errors import BadOption, DeployError
 from deploy.model_check import check_model
 from deploy.model_fetch import DEFAULT_MODEL, fetch_default_model
@@ -135,7 +136,7 @@ def up(
     gateway_settings(host=host, port=port, keys_file=keys)
     _raise_on_signals()
     if workers:
-        _ensure_model(environment)
+        _ensure_startable(environment)
     try:
         with Stack(options, _report) as stack:
             _out.print(_welcome(stack), highlight=False, soft_wrap=True)
@@ -151,7 +152,7 @@ def demo(kv: KvFormat = None, model: Model = None, backend: Backend = None) -> N
     """Hold a conversation that changes worker at every turn, and compare it with one that stayed."""
     environment = worker_environment(kv_format=kv, model=model, backend=backend)
     _raise_on_signals()
-    _ensure_model(environment)
+    _ensure_startable(environment)
     started = time.monotonic()
     result = run_demo(_out, _report, environment)
     moves = len(result.moved) - 1
@@ -326,9 +327,14 @@ def _report(message: str) -> None:
     _err.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {message}", highlight=False, soft_wrap=True)
 
 
-def _ensure_model(environment: dict[str, str]) -> None:
-    """Fetch the default model unless another one is named; then that one must be readable. Raises BadOption."""
-    named = {**os.environ, **environment}.get("KVALET_MODEL")
+def _ensure_startable(environment: dict[str, str]) -> None:
+    """Look at the machine for `cuda`; fetch the default model, or look at the one that is named. Raises BadOption."""
+    settings = {**os.environ, **environment}
+    if (backend := settings.get("KVALET_BACKEND")) == "cuda":
+        missing = [finding for finding in examine_cuda(demanded=True, mirror_bytes=1 << 20) if finding.missing]
+        if missing:
+            raise BadOption("--backend", backend, missing[0].detail)
+    named = settings.get("KVALET_MODEL")
     if named is None:
         _fetch()
     else:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.doctor.cuda import driver_is_installed
+
 
 def kvalet(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "deploy", *words)
@@ -21,6 +23,14 @@ def test_up_with_a_model_that_cannot_be_read_names_it(tmp_path: Path, name: str)
     (tmp_path / "text.gguf").write_text("no model at all, just a line of text")
     done = kvalet("up", "--model", str(tmp_path / name), "--data", str(tmp_path / "data"))
     assert (done.returncode, name in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+    assert not (tmp_path / "data" / "logs").exists()
+
+
+@pytest.mark.skipif(driver_is_installed(), reason="an NVIDIA driver is here")
+def test_up_on_cuda_without_a_gpu_says_so_in_one_line(tmp_path: Path) -> None:
+    done = kvalet("up", "--backend", "cuda", "--data", str(tmp_path / "data"))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip() == "kvalet: --backend='cuda': no NVIDIA driver on this machine: install 580 or later"
     assert not (tmp_path / "data" / "logs").exists()
 
 
