@@ -1,24 +1,24 @@
 """Errors of the `gpu` package.
 
-GpuError
-|-- LayoutError            a layout or format that cannot exist (raised at load)
-|-- ModelFileError         a model file that cannot be trusted or used (raised at load)
-|   |-- FileTruncated      the file is shorter than its own header says
-|   |-- TensorMissing      the architecture needs a tensor that the file lacks
-|   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
-|-- DeviceUnavailable      no usable GPU, driver or CUDA package (raised at start; says what is missing)
-|-- DeviceFailure          a CUDA call failed: the device's state is unknown (ends the process)
-|-- KernelCompileError     NVRTC refused a kernel (raised at start; carries the compiler's log)
-|-- PlanError              a step plan or a call that breaks the cache's contract, refused before anything is queued
-|-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
-|-- UnfilledPage           a restored page still holds poison (counts as damaged, is recomputed)
-|-- InvariantViolation     a rule of the cache was broken by our own code (ends the process)
-|   |-- UnprovenAppend     mirror-store counts differ from the plan (quarantine)
-|   |-- MirrorDivergence   mirror and device bytes differ (quarantine)
-|   |-- PoisonedPage       a page that still holds poison was to be sealed or was handed out unpoisoned
-|   |-- WriteOutOfBounds   a write outside the cells that a plan owns
-|   `-- HoldViolation      a page freed, reused or evicted while something still holds it
-`-- NonFiniteInput         NaN or Inf reached append (fails that turn alone)
+    GpuError
+    |-- LayoutError            a layout or format that cannot exist (raised at load)
+    |-- ModelFileError         a model file that cannot be trusted or used (raised at load)
+    |   |-- FileTruncated      the file is shorter than its own header says
+    |   |-- TensorMissing      the architecture needs a tensor that the file lacks
+    |   `-- UnsupportedModel   a sound file of an architecture, tensor type or option that we do not serve
+    |-- DeviceUnavailable      no usable GPU, driver or CUDA package (raised at start; says what is missing)
+    |-- DeviceFailure          a CUDA call failed: the device's state is unknown (ends the process)
+    |-- KernelCompileError     NVRTC refused a kernel (raised at start; carries the compiler's log)
+    |-- PlanError              a step plan or a call that breaks the cache's contract, refused before anything is queued
+    |-- CapacityError          no page or device slot is free (the engine evicts, preempts or refuses)
+    |-- UnfilledPage           a restored page still holds poison (counts as damaged, is recomputed)
+    |-- InvariantViolation     a rule of the cache was broken by our own code (ends the process)
+    |   |-- UnprovenAppend     mirror-store counts differ from the plan (quarantine)
+    |   |-- MirrorDivergence   mirror and device bytes differ (quarantine)
+    |   |-- PoisonedPage       a page that still holds poison was to be sealed or was handed out unpoisoned
+    |   |-- WriteOutOfBounds   a write outside the cells that a plan owns
+    |   `-- HoldViolation      a page freed, reused or evicted while something still holds it
+    `-- NonFiniteInput         NaN or Inf reached append (fails that turn alone)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Byte layout of a KV page: the same bytes in the mirror, on the device and in the store.
 
-page  = layer 0 | layer 1 | ...
-layer = K plane | V plane
-plane = codes [head][cell][code bytes] | scales [head][cell][group] fp16      each part 16-byte aligned
+    page  = layer 0 | layer 1 | ...
+    layer = K plane | V plane
+    plane = codes [head][cell][code bytes] | scales [head][cell][group] fp16      each part 16-byte aligned
 """
 
 from __future__ import annotations

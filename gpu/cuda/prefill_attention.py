@@ -89,7 +89,7 @@ class PrefillRing:
     """What the warpgroup form keeps in shared memory.
 
     stages: blocks as tiles. shared_query_steps: k16 steps of the queries (a multiple of 4) that stay there instead of
-    in registers.
+    in registers. alternate: the two warpgroups start their products in turn.
     """
 
     stages: int

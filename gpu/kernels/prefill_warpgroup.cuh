@@ -10,8 +10,9 @@
 #include "warpgroup.cuh"
 
 #if HAS_WGMMA
-// STAGES: of the tile ring. SHARED_QUERY_STEPS: k16 steps, a multiple of 4, whose
-// queries stay in shared memory instead of registers. Registers of a filling and of a walking thread: f + 2 w <= 504.
+// STAGES: of the tile ring. SHARED_QUERY_STEPS: k16 steps, a multiple of 4, whose queries stay in shared memory instead
+// of registers. ALTERNATE: walkers start their products in turn. Registers of a filling and of a walking thread:
+// f + 2 w <= 504.
 #define FILLER_REGISTERS 24
 #define WALKER_REGISTERS ((504 - FILLER_REGISTERS) / 2 / 8 * 8)
 

@@ -1,12 +1,12 @@
 """Faults that tests plant in the simulated backend. Each must raise its own alarm and no other.
 
-SKIP_STORE            a mirror store is left out, and not counted      UnprovenAppend at the step's event
-STORE_WITHOUT_COUNT   a mirror store is made, and not counted          UnprovenAppend at the step's event
-COUNT_WITHOUT_STORE   a mirror store is counted, and not made          PoisonedPage at seal
-WRONG_BYTES           the mirror gets other bytes than the device      MirrorDivergence at seal (attest)
-WRITE_PAST_LENGTH     the cell behind a sequence's rows is written     WriteOutOfBounds at the event (attest)
-NO_POISON             a page is handed out as its last user left it    PoisonedPage at reserve
-FREE_EARLY            step holds go before the step's event            HoldViolation at the event
+    SKIP_STORE            a mirror store is left out, and not counted      UnprovenAppend at the step's event
+    STORE_WITHOUT_COUNT   a mirror store is made, and not counted          UnprovenAppend at the step's event
+    COUNT_WITHOUT_STORE   a mirror store is counted, and not made          PoisonedPage at seal
+    WRONG_BYTES           the mirror gets other bytes than the device      MirrorDivergence at seal (attest)
+    WRITE_PAST_LENGTH     the cell behind a sequence's rows is written     WriteOutOfBounds at the event (attest)
+    NO_POISON             a page is handed out as its last user left it    PoisonedPage at reserve
+    FREE_EARLY            step holds go before the step's event            HoldViolation at the event
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpu.cuda.device import CudaDevice, DeviceBuffer
-from gpu.cuda.kernel import CudaKernel, KernelLibrary
+from gpu.cuda.kernel import CudaKernel
 from gpu.cuda.kernel_table import KernelSource
 from gpu.errors import DeviceUnavailable
 
@@ -29,7 +29,6 @@ class Lab:
     def __init__(self) -> None:
         self.device = CudaDevice.open()
         self.stream = self.device.compute
-        self._libraries: dict[tuple[str, ...], KernelLibrary] = {}
 
     def kernel(self, source: KernelSource, name: str, parameters: Mapping[str, int], *without: str) -> CudaKernel:
         """A kernel; `without` takes levels away, such as KVALET_NO_WGMMA."""
