@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from gpu.backend import Backend
@@ -16,9 +16,8 @@ from gpu.cpu.compile_cache import compiling
 from gpu.cpu.kv_kernels import NumbaKVKernels
 from gpu.cpu.sampling import HostSampler
 from gpu.cpu.threads import CpuThreads
-from gpu.errors import DeviceUnavailable, LayoutError
-from gpu.formats import cache_format
-from gpu.layout import KVLayout, default_page_size
+from gpu.errors import DeviceUnavailable
+from gpu.layout import KVLayout
 from gpu.model.config import ModelConfig
 from gpu.model.forward import HostModel
 from gpu.model.rope import rope_table
@@ -27,6 +26,7 @@ from gpu.simulated.backend import SimulatedBackend
 from gpu.warm_up import warm_up
 from snapshot_store.fingerprint import Fingerprint
 from workers.fingerprints import fingerprint_of
+from workers.model_plan import plan_model
 from workers.model_source import LoadedSource, open_model
 from workers.settings import WorkerSettings
 
@@ -67,32 +67,13 @@ def load_runtime(settings: WorkerSettings) -> ModelRuntime:
     """
     begun = time.monotonic()
     source = open_model(settings.model)
-    config, context_length = _with_context(source.config, settings.context)
-    layout = layout_of(config, settings.kv_format, settings.page_size)
-    num_pages = settings.mirror_bytes // layout.page_bytes
-    if num_pages < 2:
-        raise LayoutError("mirror_mib", settings.mirror_bytes >> 20, f"two pages of {layout.page_bytes} bytes must fit")
+    config, layout, num_pages = plan_model(source.config, settings)
     load = _load_cuda if settings.backend == "cuda" else _load_host
     with load(settings, source, config, layout) as (backend, storage, device):
         fingerprint = fingerprint_of(source, layout, backend, storage)
         rows_per_s = warm_up(backend)
     _log.info("%s on %s ready in %.1f s: %d pages", source.name, backend.name, time.monotonic() - begun, num_pages)
-    return ModelRuntime(source, layout, backend, fingerprint, context_length, device, rows_per_s)
-
-
-def layout_of(config: ModelConfig, kv_format: str, page_size: int | None) -> KVLayout:
-    """Page layout of a model under a cache format; page size by default the largest that keeps a page small."""
-    formats = cache_format(kv_format)
-    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-    return KVLayout(*shape, page_size or default_page_size(*shape, formats.k, formats.v), formats.k, formats.v)
-
-
-def _with_context(config: ModelConfig, asked: int | None) -> tuple[ModelConfig, int]:
-    """The effective context: the model's own unless a smaller one is asked for."""
-    if asked is not None and asked > config.context_length:
-        raise LayoutError("context", asked, f"the model's context is {config.context_length} tokens")
-    context_length = asked or config.context_length
-    return replace(config, context_length=context_length), context_length
+    return ModelRuntime(source, layout, backend, fingerprint, config.context_length, device, rows_per_s)
 
 
 @contextmanager
