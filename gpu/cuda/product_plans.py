@@ -119,7 +119,6 @@ class WideShape:
 
 WIDE_SHAPES: Final = (
     WideShape(192, 2, 560),
-    WideShape(176, 2, 520),
     WideShape(96, 2, 400, 660),
     WideShape(64, 2, 370, 630),
     WideShape(64, 1, 330, 530),

@@ -6,7 +6,7 @@
 // of the other warpgroups multiplies 64 weight rows, taken to registers, by the stage's activations in shared memory.
 //
 // STORAGE            of the weights (weights.cuh)
-// BLOCK_ROWS         activation rows of a block: 32, 64, 96, 176, 192; with scales at most 96
+// BLOCK_ROWS         activation rows of a block: 32, 64, 96, 192; with scales at most 96
 // WARPGROUPS         that multiply: 1 (two CTAs on a processor) or 2
 // STAGES             of the ring
 // EPILOGUE           product_epilogue.cuh; SwiGLU writes ACTIVATION_LAYOUT

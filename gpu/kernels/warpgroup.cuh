@@ -66,10 +66,6 @@ DEVICE u64 descriptor_at(u64 descriptor, u32 bytes) {
         "%56,%57,%58,%59,%60,%61,%62,%63"
 #define WGMMA_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_TEXT_48 WGMMA_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define WGMMA_TEXT_88                                                                       \
-    WGMMA_TEXT_64                                                                           \
-        ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83," \
-        "%84,%85,%86,%87"
 #define WGMMA_TEXT_96                                                                       \
     WGMMA_TEXT_64                                                                           \
         ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83," \
@@ -81,7 +77,6 @@ DEVICE u64 descriptor_at(u64 descriptor, u32 bytes) {
 #define WGMMA_LIST_16(c, i) WGMMA_LIST_8(c, i), WGMMA_LIST_8(c, i + 8)
 #define WGMMA_LIST_48(c) WGMMA_LIST_32(c, 0), WGMMA_LIST_16(c, 32)
 #define WGMMA_LIST_64(c) WGMMA_LIST_32(c, 0), WGMMA_LIST_32(c, 32)
-#define WGMMA_LIST_88(c) WGMMA_LIST_64(c), WGMMA_LIST_16(c, 64), WGMMA_LIST_8(c, 80)
 #define WGMMA_LIST_96(c) WGMMA_LIST_64(c), WGMMA_LIST_32(c, 64)
 
 // c = a b, or c += a b when `accumulate`. Left operand in four registers.
@@ -111,7 +106,7 @@ DEVICE void warpgroup_multiply_half_columns(float (&c)[32], u32 a0, u32 a1, u32 
 DEVICE void warpgroup_multiply_half_columns(float (&c)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
     WGMMA_REGISTERS("m64n128k16.f32.f16.f16", 1, WGMMA_TEXT_64, WGMMA_LIST_64(c), 64, 65, 66, 67, 68, 69);
 }
-// bf16, 32, 64, 96, 176 or 192 columns, b with k along its rows of 128 bytes.
+// bf16, 32, 64, 96 or 192 columns, b with k along its rows of 128 bytes.
 DEVICE void warpgroup_multiply_bf16(float (&c)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
     WGMMA_REGISTERS("m64n32k16.f32.bf16.bf16", 0, WGMMA_TEXT_16, WGMMA_LIST_16(c, 0), 16, 17, 18, 19, 20, 21);
 }
@@ -120,9 +115,6 @@ DEVICE void warpgroup_multiply_bf16(float (&c)[32], u32 a0, u32 a1, u32 a2, u32 
 }
 DEVICE void warpgroup_multiply_bf16(float (&c)[48], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
     WGMMA_REGISTERS("m64n96k16.f32.bf16.bf16", 0, WGMMA_TEXT_48, WGMMA_LIST_48(c), 48, 49, 50, 51, 52, 53);
-}
-DEVICE void warpgroup_multiply_bf16(float (&c)[88], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
-    WGMMA_REGISTERS("m64n176k16.f32.bf16.bf16", 0, WGMMA_TEXT_88, WGMMA_LIST_88(c), 88, 89, 90, 91, 92, 93);
 }
 DEVICE void warpgroup_multiply_bf16(float (&c)[96], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int accumulate) {
     WGMMA_REGISTERS("m64n192k16.f32.bf16.bf16", 0, WGMMA_TEXT_96, WGMMA_LIST_96(c), 96, 97, 98, 99, 100, 101);
