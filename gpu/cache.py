@@ -100,6 +100,14 @@ class KVCache:
         if missing > 0:
             sequence.set_pages(sequence.pages + self.memory.take_open(missing, len(sequence.pages)))
 
+    def poison_ahead(self, num_pages: int) -> bool:
+        """Poison a free page now instead of in `reserve`, unless `num_pages` wait poisoned; whether one was.
+
+        For the time in which a device computes or nothing is to be done. Raises PoisonedPage if it is not wholly
+        poisoned then; `reserve` looks again where attest asks for it.
+        """
+        return self.memory.poison_ahead(num_pages)
+
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep cells 0 .. length - 1 and make them final: drops rejected verify rows, or accepts all of them.
 

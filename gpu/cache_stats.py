@@ -11,7 +11,7 @@ from gpu.pages import HoldKind
 class CacheStats:
     """Counts in pages, unless said otherwise.
 
-    cached: sealed and held by nothing. held: by kind of hold. resident: with a device copy. poisoned: handed out since
+    cached: sealed and held by nothing. held: by kind of hold. resident: with a device copy. poisoned: times since
     start. evictions, device_evictions, promotions: events since start. streamed_bytes: bytes of non-resident pages
     that steps had to read from the mirror over the bus, since start.
     """

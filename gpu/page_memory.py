@@ -54,6 +54,7 @@ class PageMemory:
         self._from_mirror = np.zeros(self.num_pages, np.bool_)
         self._poison = poison
         self._tail_checks = AttestSchedule(attest)
+        self._clean_checks = AttestSchedule(attest)
         self._device_checks = AttestSchedule(attest)
         self._attest = attest
 
@@ -84,6 +85,14 @@ class PageMemory:
             self.release(fresh)
             raise
         return fresh
+
+    def poison_ahead(self, num_pages: int) -> bool:
+        """Poison a free page unless `num_pages` of them are poisoned; whether one was. Raises PoisonedPage."""
+        page = self.pool.take_to_clean() if self.pool.num_clean < num_pages else None
+        if page is not None:
+            self._poison_page(page)
+            self.pool.put_clean(page)
+        return page is not None
 
     def take_filling(self, num_pages: int) -> list[FillPage]:
         """Pages with a fill hold, not poisoned yet. Raises CapacityError with nothing changed."""
@@ -191,12 +200,21 @@ class PageMemory:
                 invariant(intact, WriteOutOfBounds, f"{sequence}: cells beyond its length were written")
 
     def _hand_out(self, page: Page) -> None:
-        view = self.view(page)
-        self._poison.set(view)
-        invariant(self._poison.intact(view), PoisonedPage, f"page {page.index} was to be handed out without poison")
-        page.poisoned = True
+        if not page.poisoned:
+            self._poison_page(page)
+            page.poisoned = True
+        elif self._clean_checks.due():
+            self._check_poisoned(page)
+
+    def _poison_page(self, page: Page) -> None:
+        self._poison.set(self.view(page))
+        self._check_poisoned(page)
         with self.pool.lock:
             self.num_poisoned += 1
+
+    def _check_poisoned(self, page: Page) -> None:
+        intact = self._poison.intact(self.view(page))
+        invariant(intact, PoisonedPage, f"page {page.index} was to be handed out without poison")
 
     def _buffer(self, page: Page) -> memoryview:
         return self.mirror.view(page.index * self.page_bytes, self.page_bytes)

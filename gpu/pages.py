@@ -46,7 +46,7 @@ class PageState(Enum):
 class Page:
     """One page of the arena.
 
-    generation: grows when the page is freed, so that a stale reference is noticed. poisoned: since it was handed out;
+    generation: grows when the page is freed, so that a stale reference is noticed. poisoned: since it was freed;
     filled: what a restore has received into it holds no poison. depth: its place in its sequence.
     unproven: launched steps that write to it and whose event is still to come. tainted: such a step failed its proof;
     the page can never be sealed. own_numerics: its bytes are the ones that this process would compute.
@@ -95,6 +95,7 @@ class PagePool:
         self.generations: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         self.num_evictions = 0
         self._free = list(reversed(self.pages))
+        self._clean: list[Page] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[bytes, Page] = {}
         self._on_free = on_free
@@ -103,7 +104,12 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages that hold nothing."""
-        return len(self._free)
+        return len(self._free) + len(self._clean)
+
+    @property
+    def num_clean(self) -> int:
+        """Free pages that were poisoned ahead."""
+        return len(self._clean)
 
     @property
     def num_cached(self) -> int:
@@ -121,10 +127,21 @@ class PagePool:
         Raises CapacityError, with nothing changed, when fewer are free or cached.
         """
         with self.lock:
-            available = len(self._free) + len(self._cached)
+            available = self.num_free + len(self._cached)
             if num_pages > available:
                 raise CapacityError("pages", num_pages, available)
             return [self._take_one(kind, state) for _ in range(num_pages)]
+
+    def take_to_clean(self) -> Page | None:
+        """A free page to be poisoned and given to `put_clean`; until then nobody has it. None when there is none."""
+        with self.lock:
+            return self._free.pop() if self._free else None
+
+    def put_clean(self, page: Page) -> None:
+        """Give back a page of `take_to_clean`, poisoned."""
+        with self.lock:
+            page.poisoned = True
+            self._clean.append(page)
 
     def hold(self, page: Page, generation: int, kind: HoldKind) -> None:
         """Add a hold. Raises HoldViolation if the page was freed since `generation`."""
@@ -195,12 +212,14 @@ class PagePool:
             return int(np.count_nonzero(self.holds[kind]))
 
     def _take_one(self, kind: HoldKind, state: PageState) -> Page:
-        if not self._free:
+        if not self.num_free:
             index, _ = self._cached.popitem(last=False)
             self._forget(self.pages[index])
             self._to_free(self.pages[index])
             self.num_evictions += 1
-        page = self._free.pop()
+        # A restore poisons its pages beside the engine: those that were poisoned ahead are for new rows.
+        first, second = (self._clean, self._free) if state is PageState.OPEN else (self._free, self._clean)
+        page = (first or second).pop()
         invariant(not self.holds[:, page.index].any(), HoldViolation, f"page {page.index}: free but held")
         page.state = state
         self.holds[kind, page.index] = 1

@@ -149,6 +149,7 @@ class TracerWorld:
             (self.forget_stored, 4),
             (self.drop_local, 3),
             (self.end_upload, 5),
+            (self.poison_ahead, 8),
             (self.kill, 1),
         ]
         actions, weights = zip(*operations, strict=True)
@@ -251,6 +252,10 @@ class TracerWorld:
         """The store evicts a page."""
         if self.store:
             del self.store[self.random.choice(list(self.store))]
+
+    def poison_ahead(self) -> None:
+        """The worker has nothing to do for a moment."""
+        self.cache.poison_ahead(2)
 
     def drop_local(self) -> None:
         """A page is found damaged and never handed out again."""

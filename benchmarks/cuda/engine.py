@@ -109,19 +109,31 @@ class Bench:
         return sequence
 
     def extend(self, sequence: Sequence, num_cells: int, chunk: int) -> None:
-        """Prefill num_cells more tokens, launched one chunk ahead."""
+        """Prefill num_cells more tokens, launched one chunk ahead; pages are poisoned while a chunk runs."""
         ids = np.random.default_rng(num_cells).integers(0, self.config.vocab_size, num_cells).tolist()
-        self.cache.reserve(sequence, sequence.length + num_cells)
         pending: deque[Any] = deque()
         for start in range(0, num_cells, chunk):
             last = start + chunk >= num_cells
             rows = tuple(ids[start : start + chunk])
             params = (GREEDY, 0, TokenHistory(())) if last else ()
+            self.cache.reserve(sequence, sequence.length + len(rows))
             pending.append(self.backend.launch(StepPlan((PlanEntry(sequence, RowKind.PREFILL, rows, *params),))))
             if len(pending) > 1:
-                pending.popleft().wait()
+                self._wait(pending.popleft(), chunk)
         while pending:
-            pending.popleft().wait()
+            self._wait(pending.popleft(), chunk)
+
+    def rest(self, seconds: float, rows: int) -> None:
+        """Let `seconds` go by as an engine without turns does, which poisons the pages of a step of `rows` rows."""
+        ends_at = time.perf_counter() + seconds
+        while seconds and self.cache.poison_ahead(rows // self.layout.page_size):
+            pass
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+
+    def _wait(self, handle: Any, rows: int) -> None:
+        while not handle.done() and self.cache.poison_ahead(rows // self.layout.page_size):
+            pass
+        handle.wait()
 
     def decode(self, sequences: list[Sequence], num_steps: int) -> list[float]:
         """Seconds between the results of consecutive steps, one row of every sequence each, launched one ahead."""
@@ -260,7 +272,7 @@ def measure_prefill(bandwidth: float) -> list[dict[str, Any]]:
                     for chunk in (4096, 2048):
                         times = []
                         for repeat in range(5):
-                            time.sleep(pause)
+                            made.rest(pause, chunk)
                             begun = time.perf_counter()
                             made.extend(base, 4096, chunk)
                             if repeat:

@@ -5,7 +5,7 @@
     COUNT_WITHOUT_STORE   a mirror store is counted, and not made          PoisonedPage at seal
     WRONG_BYTES           the mirror gets other bytes than the device      MirrorDivergence at seal (attest)
     WRITE_PAST_LENGTH     the cell behind a sequence's rows is written     WriteOutOfBounds at the event (attest)
-    NO_POISON             a page is handed out as its last user left it    PoisonedPage at reserve
+    NO_POISON             a page is handed out as its last user left it    PoisonedPage at reserve or poison_ahead
     FREE_EARLY            step holds go before the step's event            HoldViolation at the event
 """
 

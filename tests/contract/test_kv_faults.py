@@ -87,6 +87,18 @@ def test_kv_page_handed_out_without_poison_raises_poisoned_page(kv_format: str) 
     assert lab.cache.free_pages == lab.cache.num_pages
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_kv_page_poisoned_ahead_without_poison_raises_poisoned_page(kv_format: str) -> None:
+    lab = make_lab(kv_format)
+    sequence = lab.cache.open()
+    lab.step(sequence, TOKENS)
+    lab.cache.close(sequence)
+    simulated(lab).plant(StoreFault(Fault.NO_POISON))
+    with pytest.raises(PoisonedPage):
+        while lab.cache.poison_ahead(lab.cache.num_pages):
+            pass
+
+
 def test_kv_model_error_behind_a_launched_step_leaves_that_step_provable() -> None:
     model = ChainModel(layout_of("f16"))
     lab = make_lab(model=model)

@@ -72,6 +72,15 @@ def test_turn_that_outgrows_its_promise_leaves_the_pages_of_an_older_turn(engine
     assert engine.counters.preemptions == 1
 
 
+def test_idle_engine_poisons_the_new_pages_of_a_step_ahead(engine: Engine) -> None:
+    pool, wanted = engine.cache.memory.pool, engine._pages_ahead
+    assert 0 < wanted <= NUM_PAGES // 4
+    deadline = time.monotonic() + 5
+    while pool.num_clean < wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert pool.num_clean == wanted
+
+
 def test_turns_are_admitted_again_once_promises_have_ended(engine: Engine) -> None:
     first = engine.admit(_turn(engine, "first", 0, num_prompt=9 * PAGE, max_tokens=2))
     second = engine.admit(_turn(engine, "second", 1, num_prompt=2 * PAGE, max_tokens=2))

@@ -46,6 +46,28 @@ def test_kv_reserve_evicts_cached_pages_of_closed_sequences(lab: Lab) -> None:
     assert deepest_first == [True, False, False]
 
 
+def test_kv_page_poisoned_ahead_is_handed_out_as_it_is(lab: Lab) -> None:
+    cache = lab.cache
+    assert [cache.poison_ahead(2) for _ in range(3)] == [True, True, False]
+    assert (cache.free_pages, cache.stats().poisoned) == (6, 2)
+    sequence = cache.open()
+    lab.step(sequence, TOKENS[:40])
+    lab.seal_all(sequence, TOKENS)
+    assert cache.stats().poisoned == 3
+    cache.close(sequence)
+    assert [cache.poison_ahead(9) for _ in range(5)] == [True] * 4 + [False], "cached pages keep what they hold"
+
+
+@pytest.mark.parametrize("kv_format", ["f16", "k8v4"])
+def test_kv_page_written_to_after_it_was_poisoned_ahead_is_seen_when_it_is_handed_out(kv_format: str) -> None:
+    lab = make_lab(kv_format, num_pages=2, attest="always")
+    assert lab.cache.poison_ahead(1)
+    (page,) = lab.cache.memory.pool._clean
+    lab.cache.memory.view(page)[:] = 1
+    with pytest.raises(PoisonedPage, match="handed out without poison"):
+        lab.cache.reserve(lab.cache.open(), 16)
+
+
 def test_kv_begin_step_without_reserved_cells_raises_write_out_of_bounds(lab: Lab) -> None:
     sequence = lab.cache.open()
     lab.cache.reserve(sequence, 16)

@@ -20,6 +20,25 @@ def take(pool: PagePool, count: int = 1) -> list[Page]:
     return pool.take(count, HoldKind.SEQUENCE, PageState.OPEN)
 
 
+def test_kv_clean_pages_are_free_and_go_to_new_rows_first_to_restores_last() -> None:
+    pool, _ = make_pool()
+    clean = [pool.take_to_clean(), pool.take_to_clean()]
+    assert pool.num_free == 2
+    for page in clean:
+        assert page is not None
+        pool.put_clean(page)
+    assert (pool.num_free, pool.num_clean) == (4, 2)
+    assert take(pool) == [clean[1]]
+    filling = pool.take(2, HoldKind.FILL, PageState.FILLING)
+    assert not any(page.poisoned for page in filling)
+    assert pool.take_to_clean() is None
+    (last,) = pool.take(1, HoldKind.FILL, PageState.FILLING)
+    assert last is clean[0]
+    assert last.poisoned
+    pool.release(last, HoldKind.FILL)
+    assert not last.poisoned
+
+
 def test_kv_page_is_freed_with_its_last_hold_only() -> None:
     pool, freed = make_pool()
     (page,) = take(pool)

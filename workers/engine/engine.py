@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from gpu.backend import Backend, StepHandle
 from gpu.cache import HoldKind
 from gpu.errors import CapacityError, DeviceFailure, InvariantViolation, MirrorDivergence
 from gpu.plan import EntryResult, PlanEntry, StepPlan
+from workers.engine.counters import EngineCounters
 from workers.engine.promises import PagePromises
 from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
 from workers.engine.running import Phase, RunningTurn
@@ -32,17 +32,6 @@ _IDLE_WAIT_S = 0.2
 _BLOCKED_WAIT_S = 0.003
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCounters:
-    """Totals since start. Rows: computed cells by kind; steps; preemptions; seconds spent in steps."""
-
-    steps: int
-    prefill_rows: int
-    decode_rows: int
-    preemptions: int
-    step_s: float
-
-
 class Engine:
     """Runs turns on a backend. Thread-safe: `admit`, `start`, `discard`, `call` and `wake`.
 
@@ -53,6 +42,7 @@ class Engine:
         self.backend = backend
         self.cache = backend.cache
         self.promises = PagePromises(self.cache)
+        self.counters = EngineCounters()
         self.failure: Exception | None = None
         self._max_rows = min(step_rows, backend.max_rows)
         self._turns: list[RunningTurn] = []
@@ -61,8 +51,8 @@ class Engine:
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
-        self._steps = self._prefill_rows = self._decode_rows = self._preemptions = 0
-        self._step_s = 0.0
+        # New pages of the largest step; a quarter of the arena, so that restores find pages too.
+        self._pages_ahead = min(-(-self._max_rows // self.cache.layout.page_size), self.cache.num_pages // 4)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # -- other threads ------------------------------------------------------------------------------------------
@@ -138,11 +128,6 @@ class Engine:
         return time.monotonic() - self._progress_at
 
     @property
-    def counters(self) -> EngineCounters:
-        """Totals since start."""
-        return EngineCounters(self._steps, self._prefill_rows, self._decode_rows, self._preemptions, self._step_s)
-
-    @property
     def num_turns(self) -> int:
         """Turns in any phase."""
         return len(self._turns)
@@ -178,6 +163,8 @@ class Engine:
         return _BLOCKED_WAIT_S if self._has_work() else _IDLE_WAIT_S
 
     def _run_commands(self, patience_s: float) -> None:
+        while patience_s == _IDLE_WAIT_S and self._commands.empty() and self.cache.poison_ahead(self._pages_ahead):
+            pass
         try:
             command = self._commands.get(timeout=patience_s) if patience_s else self._commands.get_nowait()
             while True:
@@ -235,7 +222,7 @@ class Engine:
         for running, entry in chosen:
             running.unread += 1 if entry.sampling is not None else 0
         self._pending.append((chosen, handle))
-        self._count(plan, time.monotonic() - begun)
+        self.counters.count_launch(plan, time.monotonic() - begun)
         return True
 
     def _reserve_pages(self, chosen: list[tuple[RunningTurn, PlanEntry]]) -> list[tuple[RunningTurn, PlanEntry]]:
@@ -267,7 +254,7 @@ class Engine:
         if len(holders) < 2 or self._pending or self._leaving:
             return False
         victim = holders[-1]
-        self._preemptions += 1
+        self.counters.preemptions += 1
         self._end(victim)
         victim.turn.outputs.put(Preempted())
         return True
@@ -275,8 +262,10 @@ class Engine:
     def _finish_oldest(self) -> None:
         chosen, handle = self._pending.popleft()
         begun = time.monotonic()
+        while not handle.done() and self.cache.poison_ahead(self._pages_ahead):
+            pass
         result = handle.wait()
-        self._step_s += time.monotonic() - begun
+        self.counters.step_s += time.monotonic() - begun
         for (running, entry), entry_result in zip(chosen, result.entries, strict=True):
             if running.phase is Phase.RUNNING:
                 self._take_result(running, entry, entry_result)
@@ -344,15 +333,6 @@ class Engine:
         self._turns.remove(running)
         if running.sequence is not None:
             self.cache.close(running.sequence)
-
-    def _count(self, plan: StepPlan, seconds: float) -> None:
-        self._steps += 1
-        self._step_s += seconds
-        for entry in plan.entries:
-            if entry.kind == "decode":
-                self._decode_rows += entry.num_rows
-            else:
-                self._prefill_rows += entry.num_rows
 
     def _check_alive(self) -> None:
         if not self._thread.is_alive():
