@@ -12,6 +12,7 @@ from gpu.cache import KVCache
 from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.cell_kernels import AttendedRows, QkvRows, StepCellKernels, StepLaunch
 from gpu.cuda.device import CudaDevice, PinnedBuffer
+from gpu.cuda.product_plans import Epilogue, RowNorm
 from gpu.cuda.products import Products
 from gpu.cuda.rows import HeadNorm, embed_tokens, publish_step, rms_norm
 from gpu.cuda.sampling import DeviceSampler
@@ -121,8 +122,8 @@ class DeviceModel:
     def _attention(
         self, stream: Any, rows: int, index: int, layer: DeviceLayer, cells: StepCells, cache: KVCache
     ) -> None:
-        self._norm(stream, rows, layer.attn_norm, layer.qkv)
-        self._products.store(stream, layer.qkv, self._narrow, self._qkv, rows, bias=layer.qkv_bias)
+        source, norm = self._normed(stream, rows, layer.attn_norm, layer.qkv, Epilogue.STORE)
+        self._products.store(stream, layer.qkv, source, self._qkv, rows, bias=layer.qkv_bias, norm=norm)
         qkv = QkvRows(self._qkv, rows, self._head_norm(layer))
         part = cells.at(index)
         cache.append(part, qkv, qkv)
@@ -131,9 +132,9 @@ class DeviceModel:
         self._products.add(stream, layer.output, self._narrow, self._residual, rows)
 
     def _feed_forward(self, stream: Any, rows: int, layer: DeviceLayer) -> None:
-        self._norm(stream, rows, layer.ffn_norm, layer.gate_up)
+        source, norm = self._normed(stream, rows, layer.ffn_norm, layer.gate_up, Epilogue.SWIGLU)
         layout = self._products.input_layout(rows, layer.down.num_outputs)
-        self._products.swiglu(stream, layer.gate_up, self._narrow, self._wide, rows, layout)
+        self._products.swiglu(stream, layer.gate_up, source, self._wide, rows, layout, norm=norm)
         self._products.add(stream, layer.down, self._wide, self._residual, rows)
 
     def _sample(self, stream: Any, built: BuiltStep) -> None:
@@ -145,6 +146,15 @@ class DeviceModel:
             stream, built.tables, shape.sampled, general=shape.general_sampling, logits=self._logits,
             last_tokens=self._slots.last_tokens.address, results=self._samples,
         )  # fmt: skip
+
+    def _normed(
+        self, stream: Any, rows: int, weight: int, reader: PackedWeights, epilogue: Epilogue
+    ) -> tuple[int, RowNorm | None]:
+        """Where a product finds normed residual rows; or the residual rows, and the norm that it does itself."""
+        if self._products.norms(reader, epilogue, rows):
+            return self._residual, RowNorm(weight, self.config.rms_norm_eps)
+        self._norm(stream, rows, weight, reader)
+        return self._narrow, None
 
     def _norm(self, stream: Any, rows: int, weight: int, reader: PackedWeights, row_indices: int = 0) -> None:
         """Norm of residual rows for a product."""

@@ -27,6 +27,8 @@ _ALIGNMENT: Final = 1 << 10
 """Of sm_90a: shared memory of a processor, what the system takes of it for each CTA; what product_wide.cu aligns to."""
 
 _ARGUMENTS: Final = (Arg.POINTER,) * 4 + (Arg.I32,) * 3
+MAX_NORMED_WIDTH: Final = 8192
+"""A row that a product norms lies in registers."""
 
 
 class Epilogue(IntEnum):
@@ -39,7 +41,7 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """What a product computes. output_layout: of SWIGLU's activations."""
+    """What a product computes. output_layout: of SWIGLU's activations. normed: of a row that it norms itself."""
 
     storage: PackedStorage
     epilogue: Epilogue
@@ -47,6 +49,20 @@ class ProductCase:
     num_outputs: int
     width: int
     output_layout: ActivationLayout = ActivationLayout.FRAGMENT
+    normed: bool = False
+
+    @property
+    def normed_bytes(self) -> int:
+        """Shared memory of the normed row."""
+        return 2 * self.width if self.normed else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorm:
+    """RMSNorm of a row. weight: address of (width,) f32."""
+
+    weight: int
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +85,13 @@ class ProductPlan:
         output: int,
         num_rows: int,
         bias: int = 0,
+        norm: RowNorm | None = None,
     ) -> None:
-        """Queue the product. output, bias: as `Products` says for the plan's epilogue."""
+        """Queue the product. output, bias: as `Products` says for the plan's epilogue. norm: of a normed case."""
         kernel = library.get(self.source, self.source.kernels[0].name, self.parameters)
-        arguments = (weights.address, activations, output, bias, num_rows, weights.num_outputs, weights.width)
-        kernel.launch(stream, self.grid, self.block, arguments, self.shared_bytes)
+        operands = (weights.address, activations, output, bias, num_rows, weights.num_outputs, weights.width)
+        row_norm = () if self.source is PRODUCT_WIDE else (0, 0.0) if norm is None else (norm.weight, norm.eps)
+        kernel.launch(stream, self.grid, self.block, (*operands, *row_norm), self.shared_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +178,16 @@ def choose_skinny_shape(case: ProductCase, arch: str, num_processors: int) -> Sk
         prefetch = 1  # dequantized fragments need registers too
         if case.storage is PackedStorage.INT8 and tiles == 2:
             units, stages = 1, 3
-    return _fit_ring(case.storage, SkinnyShape(groups, tiles, units, stages, prefetch, ctas), arch)
+    return _fit_ring(case, SkinnyShape(groups, tiles, units, stages, prefetch, ctas), arch)
 
 
-def _fit_ring(storage: PackedStorage, shape: SkinnyShape, arch: str) -> SkinnyShape:
+def _fit_ring(case: ProductCase, shape: SkinnyShape, arch: str) -> SkinnyShape:
     """The shape with smaller stages, then fewer, then a processor for itself, until its rings fit the architecture."""
     units, stages, ctas = shape.units, shape.stages, shape.ctas
     while True:
         fitted = replace(shape, units=units, stages=stages, ctas=ctas, prefetch=min(shape.prefetch, 2 * units))
-        if fitted.ring_bytes(storage) <= shared_bytes(arch) // ctas - _RESERVED_BYTES:
+        needed = fitted.ring_bytes(case.storage) + case.normed_bytes + _RESERVED_BYTES
+        if needed <= shared_bytes(arch) // ctas:
             return fitted
         if units > 1:
             units //= 2
@@ -216,6 +235,9 @@ def _check(case: ProductCase) -> None:
         raise PlanError("product.num_rows", case.num_rows, "must be positive")
     if case.num_outputs <= 0:
         raise PlanError("product.num_outputs", case.num_outputs, "must be positive")
+    if case.normed and (case.num_rows > 1 or case.width > MAX_NORMED_WIDTH):
+        limit = f"one row up to {MAX_NORMED_WIDTH} wide can be normed"
+        raise PlanError("product.normed", (case.num_rows, case.width), limit)
     if case.epilogue is Epilogue.SWIGLU and case.num_outputs % 128:
         raise PlanError("product.num_outputs", case.num_outputs, "of gate and up must be a multiple of 128")
 
@@ -232,6 +254,7 @@ def _skinny_parameters(case: ProductCase, shape: SkinnyShape) -> dict[str, int]:
         "EPILOGUE": int(case.epilogue),
         "ACTIVATION_LAYOUT": int(case.output_layout),
         "CTAS_PER_PROCESSOR": shape.ctas,
+        "NORM_WIDTH": case.width if case.normed else 0,
     }
 
 
@@ -263,9 +286,9 @@ def _wide_parameters(case: ProductCase, shape: WideShape, stages: int) -> dict[s
 def _skinny_samples() -> tuple[dict[str, int], ...]:
     """Each storage with few rows, in shapes that every architecture compiles without spills."""
     cases = [
-        ProductCase(storage, epilogue, rows, outputs, width)
+        ProductCase(storage, epilogue, 1, outputs, width, normed=epilogue is Epilogue.STORE)
         for storage in PackedStorage
-        for epilogue, rows, outputs, width in ((Epilogue.STORE, 1, 960, 576), (Epilogue.SWIGLU, 1, 28672, 4096))
+        for epilogue, outputs, width in ((Epilogue.STORE, 960, 576), (Epilogue.SWIGLU, 28672, 4096))
     ]
     return tuple(_skinny_parameters(case, choose_skinny_shape(case, "sm_75", 132)) for case in cases)
 
@@ -285,10 +308,10 @@ def _wide_samples() -> tuple[dict[str, int], ...]:
 
 PRODUCT: Final = KernelSource(
     "product.cu",
-    (KernelEntry("product", _ARGUMENTS),),
+    (KernelEntry("product", (*_ARGUMENTS, Arg.POINTER, Arg.F32)),),
     parameters=(
         "STORAGE", "ROW_GROUPS", "TILES", "UNITS_PER_STAGE", "STAGES", "PREFETCH", "WHOLE_STAGES", "EPILOGUE",
-        "ACTIVATION_LAYOUT", "CTAS_PER_PROCESSOR",
+        "ACTIVATION_LAYOUT", "CTAS_PER_PROCESSOR", "NORM_WIDTH",
     ),
     samples=_skinny_samples(),
 )  # fmt: skip

@@ -15,12 +15,14 @@ from gpu.cuda.activations import ActivationLayout
 from gpu.cuda.kernel import KernelLibrary
 from gpu.cuda.kernel_table import Arg, KernelEntry, KernelSource
 from gpu.cuda.product_plans import (
+    MAX_NORMED_WIDTH,
     MAX_SKINNY_ROWS,
     PRODUCT,
     PRODUCT_WIDE,
     Epilogue,
     ProductCase,
     ProductPlan,
+    RowNorm,
     choose_skinny_shape,
     choose_wide_shape,
     skinny_plan,
@@ -59,11 +61,28 @@ class Products:
         arch = "" if self._without else self._library.arch
         return activation_layout(arch, num_rows, num_outputs)
 
+    def norms(self, weights: PackedWeights, epilogue: Epilogue, num_rows: int) -> bool:
+        """Whether a product norms its rows itself, with `norm`: one row, where all CTAs, which repeat it, run at once.
+
+        It then reads f32 rows of the residual stream instead of activations; the bits are the same.
+        """
+        if num_rows > 1 or weights.width > MAX_NORMED_WIDTH:
+            return False
+        plan = self.plan(ProductCase(weights.storage, epilogue, 1, weights.num_outputs, weights.width, normed=True))
+        return plan.grid[0] <= self._num_processors * plan.parameters["CTAS_PER_PROCESSOR"]
+
     def store(
-        self, stream: Any, weights: PackedWeights, activations: int, output: int, num_rows: int, bias: int = 0
+        self,
+        stream: Any,
+        weights: PackedWeights,
+        activations: int,
+        output: int,
+        num_rows: int,
+        bias: int = 0,
+        norm: RowNorm | None = None,
     ) -> None:
         """output (num_rows, num_outputs) f32 = product, + bias (num_outputs,) f32 unless 0."""
-        self._launch(stream, weights, Epilogue.STORE, activations, output, num_rows, bias=bias)
+        self._launch(stream, weights, Epilogue.STORE, activations, output, num_rows, bias=bias, norm=norm)
 
     def add(self, stream: Any, weights: PackedWeights, activations: int, residual: int, num_rows: int) -> None:
         """residual (num_rows, num_outputs) f32 += product."""
@@ -77,9 +96,12 @@ class Products:
         output: int,
         num_rows: int,
         output_layout: ActivationLayout,
+        norm: RowNorm | None = None,
     ) -> None:
         """output (num_rows, num_outputs / 2) bf16 in output_layout = SwiGLU of gate and up tiles in turn."""
-        self._launch(stream, weights, Epilogue.SWIGLU, activations, output, num_rows, output_layout=output_layout)
+        self._launch(
+            stream, weights, Epilogue.SWIGLU, activations, output, num_rows, output_layout=output_layout, norm=norm
+        )
 
     def plan(self, case: ProductCase) -> ProductPlan:
         """The variant for a case. Raises PlanError for sizes that no kernel takes, LayoutError for the width."""
@@ -103,9 +125,11 @@ class Products:
         num_rows: int,
         bias: int = 0,
         output_layout: ActivationLayout = ActivationLayout.FRAGMENT,
+        norm: RowNorm | None = None,
     ) -> None:
-        case = ProductCase(weights.storage, epilogue, num_rows, weights.num_outputs, weights.width, output_layout)
-        self.plan(case).launch(self._library, stream, weights, activations, output, num_rows, bias)
+        shape = (num_rows, weights.num_outputs, weights.width)
+        case = ProductCase(weights.storage, epilogue, *shape, output_layout, normed=norm is not None)
+        self.plan(case).launch(self._library, stream, weights, activations, output, num_rows, bias, norm)
 
 
 def activation_layout(arch: str, num_rows: int, num_outputs: int) -> ActivationLayout:

@@ -16,6 +16,8 @@
 // WHOLE_STAGES       1 if every segment is a multiple of UNITS_PER_STAGE
 // EPILOGUE           product_epilogue.cuh; SwiGLU writes ACTIVATION_LAYOUT
 // CTAS_PER_PROCESSOR bounds the registers
+// NORM_WIDTH         0, or K: there is one row, of the residual stream, and every CTA norms it for itself (norm.cuh)
+#include "norm.cuh"
 #include "product_epilogue.cuh"
 #include "weights.cuh"
 
@@ -26,6 +28,15 @@ constexpr int STAGE_BYTES = TILES * TILE_STAGE_BYTES, RING_BYTES = STAGES * STAG
 constexpr int UNROLLED_UNITS = STORAGE == WEIGHTS_BF16 || PREFETCH > 2 ? UNITS_PER_STAGE : 1;
 static_assert(2 * UNITS_PER_STAGE % PREFETCH == 0, "prefetched chunks keep their registers from stage to stage");
 static_assert(EPILOGUE != EPILOGUE_SWIGLU || TILES % 2 == 0, "a CTA holds gate and up tiles in pairs");
+
+#if NORM_WIDTH
+static_assert(ROW_GROUPS == 1, "one row is normed");
+typedef RowNorm<NORM_WIDTH, WARPS * 32> Norm;
+// Bytes to elements k, k + 1 (k even) of the normed row: row 0 of FRAGMENT, without the others.
+DEVICE u32 normed_place(int k) {
+    return (k >> 5) * 64 + ((k & 7) >> 1) * 16 + (k >> 4 & 1) * 8 + (k >> 3 & 1) * 4;
+}
+#endif
 
 // c = a b: multiply_bf16 from zero, without registers set to it.
 DEVICE void begin_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -106,11 +117,12 @@ DEVICE void for_outputs(int fragment, int first_row, int first_tile, int num_row
             if (row + j < num_rows && n + 8 * h < num_outputs) put(row + j, n + 8 * h, j, h);
 }
 
+// activations: bf16 in FRAGMENT; with NORM_WIDTH f32 [K], and norm_weight f32 [K] and eps of the norm.
 // output: by EPILOGUE. bias: f32 [num_outputs] or 0. width: K. Block: 256 threads. Shared memory: the eight rings with
 // 8 bytes of barrier a stage, or the eight partial sums, whichever is more.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
-    product(const u8* weights, const uint4* activations, void* output, const float* bias, i32 num_rows,
-            i32 num_outputs, i32 width) {
+    product(const u8* weights, const void* activations, void* output, const float* bias, i32 num_rows,
+            i32 num_outputs, i32 width, const float* norm_weight, float eps) {
     extern __shared__ __align__(128) u8 shared[];
     allow_next_kernel();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -131,11 +143,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
 #pragma unroll
     for (int i = 0; i < STAGES; i++) ring.fill(i, i, steps, lane);
     __syncwarp();
+#if NORM_WIDTH
+    __shared__ float warp_sums[Norm::ROW_WARPS];
+    __shared__ __align__(16) u8 normed[2 * NORM_WIDTH];
+    Norm norm;
+    norm.load_weight(norm_weight);
     wait_previous_kernel();
+    norm.load_row((const float*)activations);
+    const float scale = norm.scale(eps, warp_sums);
+    norm.for_units(scale, [&](int k, const u32(&pairs)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) store_shared32(shared_address(normed) + normed_place(k + 2 * i), pairs[i]);
+    });
+    __syncthreads();
+    const u32 source = shared_address(normed) + (lane & 3) * 16;
+#else
+    wait_previous_kernel();
+    const size_t group_stride = (size_t)(width / 32) * 32;
+    const uint4* const source = (const uint4*)activations + (size_t)(first_row / 8) * group_stride + lane;
+#endif
 
     // Chunks of 32 k: the next one to load, never beyond the segment.
-    const size_t group_stride = (size_t)(width / 32) * 32;
-    const uint4* const source = activations + (size_t)(first_row / 8) * group_stride + lane;
     const int last_chunk = 2 * (first_unit + max(segment_units, 1)) - 1;
     int next_chunk = 2 * first_unit;
     bool present[ROW_GROUPS];
@@ -143,10 +171,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_PER_PROCESSOR)
     for (int m = 0; m < ROW_GROUPS; m++) present[m] = first_row + m * 8 + (lane >> 2) < num_rows;
     uint4 ahead[PREFETCH][ROW_GROUPS];
     auto load_chunk = [&](uint4(&chunk)[ROW_GROUPS]) {
+#if NORM_WIDTH
+        chunk[0] = present[0] ? load_shared128(source + next_chunk * 64) : make_uint4(0, 0, 0, 0);
+#else
         const uint4* place = source + next_chunk * 32;
 #pragma unroll
         for (int m = 0; m < ROW_GROUPS; m++)
             chunk[m] = present[m] ? load_global128(place + m * group_stride) : make_uint4(0, 0, 0, 0);
+#endif
         next_chunk = min(next_chunk + 1, last_chunk);
     };
 #pragma unroll

@@ -16,11 +16,13 @@ from gpu.cuda.product_plans import (
     Epilogue,
     ProductCase,
     ProductPlan,
+    RowNorm,
     choose_skinny_shape,
     skinny_plan,
     wide_plan,
 )
 from gpu.cuda.products import Products, SourceType, activation_layout, pack_matrix
+from gpu.cuda.rows import rms_norm
 from gpu.cuda.weight_packing import (
     PackedStorage,
     PackedWeights,
@@ -304,3 +306,48 @@ def test_device_packs_parts_of_merged_matrices(lab: Lab, storage: PackedStorage)
     expected = interleave_tiles(pack(storage, gate), pack(storage, up))
     assert np.array_equal(lab.get(packed, np.uint8), expected.ravel())
     lab.device.free(packed)
+
+
+# Widths: fewer threads than a CTA has, more, two units a thread.
+NORMED_SHAPES = ((206, 192), (960, 576), (4096, 4096), (1000, 8192))
+
+
+@pytest.mark.parametrize("storage", ALL)
+@pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.SWIGLU])
+@pytest.mark.parametrize("shape", NORMED_SHAPES)
+def test_product_that_norms_its_row_has_the_bits_of_norm_and_product(
+    lab: Lab, storage: PackedStorage, epilogue: Epilogue, shape: tuple[int, int]
+) -> None:
+    outputs, width = shape if epilogue is Epilogue.STORE else (-(-shape[0] // 128) * 128, shape[1])
+    random = np.random.default_rng(width)
+    residual = random.normal(0, 3, width).astype(np.float32)
+    gain = random.normal(1, 0.3, width).astype(np.float32)
+    buffers = [lab.array(residual), lab.array(gain), lab.device.allocate(FRAGMENT.num_bytes(1, width))]
+    row, weight, normed = (buffer.address for buffer in buffers)
+    bench = Bench(lab, storage, outputs, width, merged=epilogue is Epilogue.SWIGLU)
+    rms_norm(
+        lab.device.kernels, lab.stream, width, 1, residual=row, weight=weight, eps=1e-5, activations=normed,
+        activation_layout=FRAGMENT,
+    )  # fmt: skip
+    products = Products(lab.device.kernels, lab.device.num_processors)
+    results = []
+    for source, norm in ((normed, None), (row, RowNorm(weight, 1e-5))):
+        output = lab.array(np.full(4 * outputs + GUARD, 0xA5, np.uint8))
+        buffers.append(output)
+        if epilogue is Epilogue.STORE:
+            products.store(lab.stream, bench.weights, source, output.address, 1, norm=norm)
+        else:
+            products.swiglu(lab.stream, bench.weights, source, output.address, 1, FRAGMENT, norm=norm)
+        results.append(lab.get(output, np.uint8))
+    assert np.any(results[0] != 0xA5)
+    assert_same_bits(results[1].view(np.uint16), results[0].view(np.uint16))
+    bench.close()
+    for buffer in buffers:
+        lab.device.free(buffer)
+
+
+def test_one_row_is_normed_by_products_whose_ctas_run_at_once(lab: Lab) -> None:
+    products = Products(lab.device.kernels, 132)
+    few, many, wide = ((6144, 4096), (128256, 4096), (6144, 16384))
+    for shape, rows, expected in ((few, 1, True), (few, 2, False), (many, 1, False), (wide, 1, False)):
+        assert products.norms(PackedWeights(0, PackedStorage.INT8, *shape), Epilogue.STORE, rows) is expected

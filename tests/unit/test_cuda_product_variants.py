@@ -20,6 +20,7 @@ from tests.kernel_sweep import ptxas_complaints, side_by_side
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PROCESSORS = 132
+NORMED_CASES = ((Epilogue.STORE, 6144, 4096), (Epilogue.STORE, 10240, 8192), (Epilogue.SWIGLU, 16384, 2048))
 CASES = (
     (Epilogue.STORE, 1, 960, 576),
     (Epilogue.SWIGLU, 1, 28672, 4096),
@@ -40,6 +41,7 @@ def complaints(plan: ProductPlan, arch: str) -> list[str]:
 @pytest.mark.parametrize("storage", list(PackedStorage))
 def test_skinny_variants_compile_without_spills(arch: str, storage: PackedStorage) -> None:
     cases = [ProductCase(storage, epilogue, rows, outputs, width) for epilogue, rows, outputs, width in CASES]
+    cases += [ProductCase(storage, epilogue, 1, *shape, normed=True) for epilogue, *shape in NORMED_CASES]
     plans = [skinny_plan(case, choose_skinny_shape(case, arch, PROCESSORS)) for case in cases]
     assert side_by_side(lambda plan: complaints(plan, arch), plans) == []
 
