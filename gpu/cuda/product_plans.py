@@ -162,7 +162,8 @@ def choose_skinny_shape(case: ProductCase, arch: str, num_processors: int) -> Sk
     # Two long stages rather than three short ones: what they leave of shared memory takes the next kernel's CTAs.
     units, stages = 2 // tiles, 3 if groups <= 2 else 2
     if case.storage is PackedStorage.INT8:
-        units, stages = (1, 3) if groups > 4 else (4 // tiles, 2)
+        # Products of a row that is normed first begin later: by then more of the weights can have come.
+        units, stages = (1, 3) if groups > 4 else (4 // tiles, 3 if case.normed else 2)
     elif case.storage is PackedStorage.INT4:
         whole = num_units(case.width) % (8 * SEGMENTS) == 0
         units, stages = 4, 2

@@ -235,7 +235,7 @@ def test_swiglu_is_the_same_in_every_form_and_layout(lab: Lab, storage: PackedSt
         assert np.linalg.norm(to_float64(got) - expected) / np.linalg.norm(expected) < 2**-8
         if lab.device.arch != "sm_90a":
             continue
-        for wide, layout in zip(WIDE_SHAPES, (TILE, FRAGMENT, FRAGMENT, TILE, FRAGMENT, TILE), strict=True):
+        for wide, layout in zip(WIDE_SHAPES, (TILE, FRAGMENT, FRAGMENT, TILE, FRAGMENT), strict=True):
             if storage is PackedStorage.BF16 or wide.rows <= 96:
                 plan = wide_plan(bench.case(rows, Epilogue.SWIGLU, layout), wide, 132)
                 assert_same_bits(bench.run_swiglu(plan, bits, layout), got)
