@@ -115,6 +115,7 @@ class MemoryPageStore:
             return PageDamaged(request.key, error, check_field_of(value))
         if is_quarantined(header.identity.writer_boot_id):
             return PageMissing(request.key, quarantined=True, check=header.check)
+        request.prepare()
         request.into[:] = value[body_at:]
         return PagePresent(request.key, header)
 

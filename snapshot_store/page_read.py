@@ -71,6 +71,7 @@ def check_header(request: FetchRequest, raw: bytes, record_bytes: int) -> PageHe
 def _read_body(
     connection: WireConnection, request: FetchRequest, header: PageHeader, deadline: Deadline
 ) -> FetchOutcome:
+    request.prepare()
     ends = segment_ends(header.segment_lengths)
     into, size = request.into, len(request.into)
     filled = verified = start = 0

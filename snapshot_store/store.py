@@ -25,6 +25,10 @@ def nobody_quarantined(boot_id: bytes) -> bool:
     return False
 
 
+def nothing_to_prepare() -> None:
+    """The preparation of a buffer that needs none."""
+
+
 class PutStatus(StrEnum):
     """What became of a page that was to be stored."""
 
@@ -48,12 +52,15 @@ class FetchRequest:
     segments: byte lengths of the planes in page order (layer 0 K, layer 0 V, layer 1 K, ...), from KVLayout.
     into: writable, exactly sum(segments) bytes; mutated while the fetch generator is alive, never after it is closed.
     Unless the outcome is PagePresent its content is undefined afterwards.
+    prepare: called once, before the first byte is written to `into`, by the thread that reads the page; not at all for
+    a page that is not there. What it raises is raised where the page's outcome is due.
     """
 
     key: str
     expected: ExpectedPage
     segments: tuple[int, ...]
     into: memoryview
+    prepare: Callable[[], None] = nothing_to_prepare
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from snapshot_store.chain import PrefixChain
@@ -10,7 +11,7 @@ from snapshot_store.expected_page import ExpectedPage
 from snapshot_store.fingerprint import Fingerprint, FormatRecord, NumericsRecord
 from snapshot_store.keys import page_key
 from snapshot_store.record import PageIdentity, build_header
-from snapshot_store.store import FetchRequest, PageStore, PutOutcome
+from snapshot_store.store import FetchRequest, PageStore, PutOutcome, nothing_to_prepare
 from snapshot_store.transcript import CacheScope
 
 PAGE_SIZE = 16
@@ -54,8 +55,8 @@ class Page:
         own = self.identity
         return ExpectedPage(own.parent, own.digest, own.token_ids, own.format_digest, own.numerics_digest)
 
-    def request(self, into: bytearray) -> FetchRequest:
-        return FetchRequest(self.key, self.expected(), self.segments, memoryview(into))
+    def request(self, into: bytearray, prepare: Callable[[], None] = nothing_to_prepare) -> FetchRequest:
+        return FetchRequest(self.key, self.expected(), self.segments, memoryview(into), prepare)
 
 
 def chain(fingerprint: Fingerprint = FINGERPRINT, page_size: int = PAGE_SIZE, salt: bytes = SALT) -> PrefixChain:

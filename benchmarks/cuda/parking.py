@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,12 +74,12 @@ class StoredPage:
 
 @contextmanager
 def page_store(megabytes: int) -> Iterator[RedisPageStore]:
-    """An embedded page server with a store of eight connections."""
+    """An embedded page server, and a store with as many connections as a worker has."""
     with tempfile.TemporaryDirectory(prefix="kvalet-bench-") as folder:
         at = Path(folder)
         server = EmbeddedServer(EmbeddedSpec("pages", at, at / "s.sock", at / "log", at / "pid", megabytes))
         server.wait_ready()
-        store = RedisPageStore(WireSettings(server.url, restore_connections=8, operation_timeout_s=60.0))
+        store = RedisPageStore(WireSettings(server.url, operation_timeout_s=60.0))
         try:
             yield store
         finally:
@@ -160,21 +161,21 @@ def measure_store(cells: int) -> list[dict[str, Any]]:
 
 def restored(made: Bench, store: RedisPageStore, known: list[StoredPage], segments: tuple[int, ...]) -> Sequence:
     """A sequence whose pages came from the store, each filled as it arrived."""
-    fills = made.cache.begin_fill(len(known))
-    for fill in fills:
-        made.cache.prepare_fill(fill)
+    cache = made.cache
+    fills = cache.begin_fill(len(known))
     requests = [
-        FetchRequest(page.key, page.expected(), segments, fill.buffer) for page, fill in zip(known, fills, strict=True)
+        FetchRequest(page.key, page.expected(), segments, fill.buffer, partial(cache.prepare_fill, fill))
+        for page, fill in zip(known, fills, strict=True)
     ]
     sealed = []
     with closing(store.fetch(requests)) as outcomes:
         for outcome, fill, page in zip(outcomes, fills, known, strict=True):
             if not isinstance(outcome, PagePresent):
                 raise SystemExit(f"a page did not come back: {outcome}")
-            made.cache.prove_fill(fill)
-            sealed.append(made.cache.fill(fill, page.identity.digest))
-    sequence = made.cache.open()
-    made.cache.attach(sequence, sealed)
+            cache.prove_fill(fill)
+            sealed.append(cache.fill(fill, page.identity.digest))
+    sequence = cache.open()
+    cache.attach(sequence, sealed)
     return sequence
 
 

@@ -347,6 +347,37 @@ def test_fetch_of_a_foreign_record_writes_nothing(store: PageStore) -> None:
     assert into == b"\xaa" * PAGE_BYTES
 
 
+def test_fetch_prepares_a_buffer_once_before_it_writes_and_only_if_it_will(store: PageStore) -> None:
+    present, absent, foreign = make_pages(TOKENS[:48])
+    present.put(store)
+    _put_raw(store, foreign.key, present.record)
+    buffers = [bytearray(b"\xaa" * PAGE_BYTES) for _ in range(3)]
+    seen: list[tuple[int, bytes]] = []
+    requests = [
+        page.request(into, partial(lambda i, b: seen.append((i, bytes(b))), index, into))
+        for index, (page, into) in enumerate(zip((present, absent, foreign), buffers, strict=True))
+    ]
+    list(store.fetch(requests))
+    assert seen == [(0, b"\xaa" * PAGE_BYTES)]
+    assert bytes(buffers[0]) == present.body
+
+
+def test_fetch_whose_preparation_fails_raises_it_and_the_next_fetch_is_right(store: PageStore) -> None:
+    (page,) = make_pages(TOKENS[:16])
+    page.put(store)
+
+    def fails() -> None:
+        raise LookupError("prepare")
+
+    into = bytearray(b"\xaa" * PAGE_BYTES)
+    with pytest.raises(LookupError, match="prepare"):
+        list(store.fetch([page.request(into, fails)]))
+    assert into == b"\xaa" * PAGE_BYTES
+    (outcome,), (buffer,) = _fetch_all(store, [page])
+    assert isinstance(outcome, PagePresent)
+    assert bytes(buffer) == page.body
+
+
 def test_fetch_after_a_damaged_record_reads_the_next_page_right(store: PageStore) -> None:
     first, second, third = make_pages(TOKENS[:48])
     _put_raw(store, first.key, first.record[:-1])

@@ -52,6 +52,23 @@ def setting(server: EmbeddedServer, name: str) -> str:
     return str(client.config_get(name)[name])
 
 
+def test_page_server_of_a_large_machine_answers_with_several_threads(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    pages, control = start("pages"), start("control")
+    assert (setting(pages, "io-threads"), setting(control, "io-threads")) == ("4", "1")
+    redis.Redis.from_url(pages.url).set("page", bytes(4 << 20))
+    assert redis.Redis.from_url(pages.url).get("page") == bytes(4 << 20)
+
+
+def test_page_server_of_a_small_machine_leaves_the_cores_to_workers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert setting(start("pages"), "io-threads") == "1"
+
+
 def test_control_keeps_its_data_when_it_is_killed(start: Start) -> None:
     control = start("control")
     redis.Redis.from_url(control.url).set("turn", "1")

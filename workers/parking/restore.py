@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gpu.cache import FillPage, KVCache, SealedPage
 from gpu.errors import InvariantViolation, UnfilledPage
@@ -248,16 +249,16 @@ class Restorer:
     def _receive(self, search: _Search, numerics: bytes, fills: list[FillPage]) -> int:
         """Receive into mirror pages until the first fault or the deadline; returns the number of good pages.
 
-        Poison is set and looked for on this thread: it takes a tenth of a millisecond a page and more, and the engine
-        has steps to launch.
+        Poison is set by the threads that read and looked for on this one: it takes a tenth of a millisecond a page and
+        more, and the engine has steps to launch.
         """
         pages, result, cache = search.pages, search.result, self._engine.cache
-        for fill in fills:
-            self._watched(cache.prepare_fill, fill)
         requests = []
         for index, fill in enumerate(fills, search.first):
             expected = self._identity.expected(pages, index, numerics)
-            requests.append(FetchRequest(pages.key(index, numerics), expected, self._identity.segments, fill.buffer))
+            prepare = partial(self._watched, cache.prepare_fill, fill)
+            key = pages.key(index, numerics)
+            requests.append(FetchRequest(key, expected, self._identity.segments, fill.buffer, prepare))
         good = 0
         outcomes = self._store.fetch(requests, self._is_quarantined, search.deadline)
         try:
