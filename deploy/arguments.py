@@ -9,14 +9,19 @@ import typer
 
 KEYS_VARIABLE = "KVALET_GATEWAY_KEYS_FILE"
 
-BaseUrl = Annotated[str, typer.Option("--url", envvar="KVALET_BASE_URL", help="Base URL of a running service.")]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option("--url", envvar="KVALET_BASE_URL", help="Base URL of a service; default: of `kvalet up` on --data."),
+]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="KVALET_API_KEY", help="API key, if keys are in use.")]
 Model = Annotated[Path | None, typer.Option("--model", help="GGUF file or safetensors folder; default: SmolLM2.")]
 KvFormat = Annotated[str | None, typer.Option("--kv", help="Cache format: f16, int8, q4 or k8v4.")]
 Keys = Annotated[
     Path | None, typer.Option("--keys", envvar=KEYS_VARIABLE, help="API keys, to listen beyond loopback.")
 ]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder for control's data, logs and pid files.")]
+Data = Annotated[
+    Path | None, typer.Option("--data", envvar="KVALET_DATA", help="Folder of a stack's data, logs and pid files.")
+]
 Control = Annotated[str | None, typer.Option("--control", help="URL of an existing control server.")]
 Pages = Annotated[str | None, typer.Option("--pages", help="URL of an existing pages server.")]
 Slots = Annotated[int | None, typer.Option("--slots", help="Turns that one worker runs at once.")]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 
 from deploy.api import Api
-from deploy.conversation import Conversation, default_model
-from deploy.errors import ServiceError
+from deploy.conversation import Conversation, default_model, served_models
+from deploy.errors import BadOption, ServiceError
 
 
 def chat(api: Api, console: Console, model: str | None, options: dict[str, object]) -> None:
     """Read lines, stream replies, until end of input or `/exit`. One conversation; `/new` begins another."""
+    if model is not None and model not in (served := served_models(api)):
+        raise BadOption("--model", model, f"the service offers {', '.join(served) or 'no model yet'}")
     name = model or default_model(api)
     console.print(f"[dim]{name}. /new begins a new conversation, /exit or Ctrl-D ends.[/]")
     conversation = Conversation(api, name, options)

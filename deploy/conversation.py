@@ -82,10 +82,15 @@ class Conversation:
 
 def default_model(api: Api) -> str:
     """The first model that the service offers. Raises ServiceError when there is none."""
-    models = api.call("GET", "/models")["data"]
+    models = served_models(api)
     if not models:
         raise ServiceError("the service offers no model yet")
-    return str(models[0]["id"])
+    return models[0]
+
+
+def served_models(api: Api) -> list[str]:
+    """Models that the service offers."""
+    return [str(model["id"]) for model in api.call("GET", "/models")["data"]]
 
 
 class _Clock:

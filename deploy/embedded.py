@@ -128,11 +128,11 @@ def wait_answering(process: ChildProcess, url: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (code := process.exit_code()) is not None:
-            raise StartFailed(process.spec.name, f"ended with status {code}", process.spec.log, process.log_tail())
+            raise StartFailed(process.spec.name, f"ended with status {code}: {process.last_words()}", process.spec.log)
         if answers_ping(url):
             return
         time.sleep(0.02)
-    raise StartFailed(process.spec.name, f"no PONG in {timeout_s:.0f} s", process.spec.log, process.log_tail())
+    raise StartFailed(process.spec.name, f"no PONG in {timeout_s:.0f} s", process.spec.log)
 
 
 def answers_ping(url: str, timeout_s: float = 2.0) -> bool:

@@ -6,7 +6,7 @@
     |-- ModelFetchFailed     the default model could not be fetched or is not the expected file
     |-- ServerBinaryMissing  no embedded server program is installed
     |-- StackInUse           another supervisor already runs on this data directory
-    |-- StartFailed          a child did not become ready; carries the end of its log
+    |-- StartFailed          a child did not become ready; says what it said last
     |-- ServiceError         the running service answered with an error, or not at all
     `-- DemoFailed           the demo's two conversations differ, or nothing was restored
 """
@@ -64,14 +64,13 @@ class StackInUse(DeployError):
 
 
 class StartFailed(DeployError):
-    """A child did not become ready. `log_tail` holds the end of its log."""
+    """A child did not become ready. `reason`: why, with the child's last line if it ended; `log`: where the rest is."""
 
-    def __init__(self, name: str, reason: str, log: Path | None = None, log_tail: str = "") -> None:
-        super().__init__(f"{name}: {reason}" + (f"\n--- end of {log} ---\n{log_tail}" if log else ""))
+    def __init__(self, name: str, reason: str, log: Path | None = None) -> None:
+        super().__init__(f"{name}: {reason}" + (f"; see {log}" if log else ""))
         self.name = name
         self.reason = reason
         self.log = log
-        self.log_tail = log_tail
 
 
 class ServiceError(DeployError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from deploy.errors import BadOption
+from workers.setting_checks import refusal_of
 from workers.settings import WorkerSettings
 
 _FLAGS = {"kv_format": "--kv", "control_url": "--control", "pages_url": "--pages", "worker_id": "--id"}
@@ -19,12 +20,11 @@ def worker_environment(**options: object) -> dict[str, str]:
     try:
         WorkerSettings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        field = _flag(name) if name in given else f"KVALET_{name.upper()}"
-        raise BadOption(field, first["input"], first["msg"]) from error
+        name, value, limit = refusal_of(WorkerSettings, error)
+        raise BadOption(flag(name) if name in given else f"KVALET_{name.upper()}", value, limit) from error
     return {f"KVALET_{name.upper()}": str(value) for name, value in given.items()}
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """The option that stands for a field of the worker's settings."""
     return _FLAGS.get(name, "--" + name.replace("_", "-"))

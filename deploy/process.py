@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import exec_child
+from workers.errors import CANNOT_START
 
 _TAIL_BYTES = 4096
 _LOG_BYTES = 16 << 20
@@ -40,6 +41,7 @@ class ChildProcess:
         spec.pid_file.parent.mkdir(parents=True, exist_ok=True)
         _rotate(spec.log)
         with spec.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), *spec.argv],
                 env={**os.environ, **spec.environment},
@@ -90,8 +92,14 @@ class ChildProcess:
         self.spec.pid_file.unlink(missing_ok=True)
 
     def log_tail(self) -> str:
-        """The last lines of the child's log."""
-        return log_tail(self.spec.log)
+        """The end of what the child has logged."""
+        return log_tail(self.spec.log, self._log_start)
+
+    def last_words(self) -> str:
+        """Why a child that has ended could not start, if it said so, else the last line that it logged."""
+        lines = [line.strip() for line in self.log_tail().splitlines() if line.strip()]
+        refusals = [line.removeprefix(CANNOT_START) for line in lines if line.startswith(CANNOT_START)]
+        return (refusals or lines or ["it logged nothing"])[-1]
 
 
 def _rotate(log: Path) -> None:
@@ -100,12 +108,12 @@ def _rotate(log: Path) -> None:
         log.replace(log.with_suffix(log.suffix + ".1"))
 
 
-def log_tail(log: Path) -> str:
-    """The last few KiB of a log as text; empty when there is none."""
+def log_tail(log: Path, start: int = 0) -> str:
+    """The last few KiB of a log from byte `start` on, as text; empty when there is none."""
     try:
         with log.open("rb") as f:
             size = f.seek(0, os.SEEK_END)
-            f.seek(max(0, size - _TAIL_BYTES))
+            f.seek(max(start, size - _TAIL_BYTES))
             return f.read().decode(errors="replace")
     except FileNotFoundError:
         return ""

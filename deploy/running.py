@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from deploy.configuration import Setting
+from deploy.errors import BadOption
 from deploy.process import start_ticks
 
 _NAME = "running.json"
@@ -21,6 +22,12 @@ class RunningStack:
     pid: int
     addresses: Mapping[str, str]
     settings: tuple[Setting, ...]
+
+
+def default_directory() -> Path:
+    """Where a stack keeps control's data, logs and pid files unless told otherwise."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "kvalet"
 
 
 def write_running(directory: Path, addresses: Mapping[str, str], settings: Sequence[Setting]) -> None:
@@ -53,6 +60,19 @@ def read_running(directory: Path) -> RunningStack | None:
         return RunningStack(content["pid"], content["addresses"], settings)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def service_url(url: str | None, data: Path | None) -> str:
+    """Base URL of a service: `url`, or that of the stack on a data folder. Raises BadOption when none runs there."""
+    if url is None:
+        directory = data or default_directory()
+        running = read_running(directory)
+        if running is None:
+            limit = "no `kvalet up` runs on this data folder; name a service with --url, or another folder"
+            raise BadOption("--data", str(directory), limit)
+        url = running.addresses["KVALET_BASE_URL"]
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
 
 
 def adopt_addresses(directory: Path) -> None:

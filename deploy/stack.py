@@ -8,7 +8,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -246,7 +247,8 @@ class Stack:
         return tuple(worker for worker in workers if worker.worker_id in self.worker_ids)
 
     def _on_reaped(self, name: str, status: int) -> None:
-        self._report(f"{name} ended with status {status}, starting it again; see {self.log_of(name)}")
+        again = "" if status == os.EX_CONFIG else ", starting it again"
+        self._report(f"{name} ended with status {status}{again}; see {self.log_of(name)}")
         if name in self.worker_ids:
             self._end_leases(name)
 
@@ -270,12 +272,6 @@ def worker_command(worker_id: str) -> tuple[str, ...]:
     return (*celery, "--hostname", f"{worker_id}@%h", "--loglevel", "INFO")
 
 
-def default_directory() -> Path:
-    """Where a stack keeps control's data, logs and pid files unless told otherwise."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "kvalet"
-
-
 def _check_port(host: str, port: int) -> None:
     """Raises BadOption when somebody listens there already: his answers would be taken for ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -293,8 +289,9 @@ def _threads_per_worker(num_workers: int) -> int:
 
 def _locked(directory: Path) -> IO[str]:
     """Hold `directory` for this process; the kernel lets go when the process ends, however it ends."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = (directory / "lock").open("a+")
+    with _usable(directory):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (directory / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -316,7 +313,17 @@ def _socket_directory(directory: Path) -> Path:
     if len(os.fsencode(place)) > 90:
         return Path(tempfile.mkdtemp(prefix="kvalet-"))
     # Each by itself: parents of a folder get the default rights, and here lies what people have said.
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    for folder in (directory, place):
-        folder.mkdir(exist_ok=True, mode=0o700)
+    with _usable(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (directory, place):
+            folder.mkdir(exist_ok=True, mode=0o700)
     return place
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Raises BadOption when the block cannot use the data folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadOption("--data", str(directory), f"cannot be used as a folder ({error.strerror})") from None

@@ -6,12 +6,13 @@ the kernel ties their death to that thread (`deploy.exec_child`).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import StartFailed
-from deploy.process import ChildProcess, ChildSpec, end_leftover, log_tail
+from deploy.process import ChildProcess, ChildSpec, end_leftover
 
 Reaped = Callable[[str, int], None]
 """Called with (child name, exit status) as soon as a child that should run was reaped."""
@@ -43,6 +44,7 @@ class _Watched:
     deaths: int = 0
     restart_at: float = 0.0
     exit_status: int = 0
+    last_words: str = ""
 
 
 class Supervisor:
@@ -77,7 +79,7 @@ class Supervisor:
                 self._reaped(name, status)
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float, interval_s: float = 0.1) -> None:
-        """Poll until `ready()`. Raises StartFailed when time is up or a child keeps dying."""
+        """Poll until `ready()`. Raises StartFailed: time is up, or a child keeps dying or says that it cannot start."""
         deadline = time.monotonic() + timeout_s
         while not ready():
             self.poll()
@@ -109,14 +111,17 @@ class Supervisor:
         healthy = now - process.started_at >= self._policy.healthy_s
         watched.deaths = 1 if healthy else watched.deaths + 1
         watched.exit_status = status
+        watched.last_words = process.last_words()
         watched.restart_at = now + self._policy.pause_s(watched.deaths)
         watched.process = None
 
     def _give_up_on_crash_loops(self) -> None:
         for name, watched in self._children.items():
+            if watched.deaths and watched.exit_status == os.EX_CONFIG:
+                raise StartFailed(name, f"cannot start: {watched.last_words}", watched.spec.log)
             if watched.deaths >= self._policy.start_attempts:
-                reason = f"ended {watched.deaths} times, last with status {watched.exit_status}"
-                raise StartFailed(name, reason, watched.spec.log, log_tail(watched.spec.log))
+                ended = f"ended {watched.deaths} times, last with status {watched.exit_status}"
+                raise StartFailed(name, f"{ended}: {watched.last_words}", watched.spec.log)
 
 
 def _stop_together(processes: Sequence[ChildProcess]) -> None:

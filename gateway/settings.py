@@ -7,8 +7,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from workers.setting_checks import check_redis_url, refusal_of
 
 OWN_PREFIX = "KVALET_GATEWAY_"
 _LONGEST_S = 86_400.0
@@ -50,6 +52,11 @@ class GatewaySettings(BaseSettings):
     durability: Literal["process", "host"] = "process"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    @field_validator("control_url")
+    @classmethod
+    def _names_a_server(cls, url: str) -> str:
+        return check_redis_url(url)
+
 
 def load_settings(**overrides: object) -> GatewaySettings:
     """Settings from the environment, then `overrides` (command line).
@@ -64,10 +71,9 @@ def load_settings(**overrides: object) -> GatewaySettings:
     try:
         settings = GatewaySettings(**named)  # type: ignore[arg-type]
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0])
-        variable = field if field.startswith("KVALET_") else OWN_PREFIX + field.upper()
-        raise SettingsError(f"{variable}={first['input']!r}: {first['msg']}") from error
+        name, value, limit = refusal_of(GatewaySettings, error)
+        variable = name if name.startswith("KVALET_") else OWN_PREFIX + name.upper()
+        raise SettingsError(f"{variable}={value!r}: {limit}") from error
     if settings.keys_file is None and not is_loopback(settings.host):
         raise SettingsError(
             f"{OWN_PREFIX}HOST={settings.host!r}: without {OWN_PREFIX}KEYS_FILE only a loopback address may be bound"

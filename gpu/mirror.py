@@ -22,10 +22,16 @@ class MirrorArena:
 
     @classmethod
     def allocate(cls, num_bytes: int) -> MirrorArena:
-        """Map `num_bytes` of memory; the kernel commits it as it is touched. Raises LayoutError for an empty arena."""
+        """Map `num_bytes` of memory; the kernel commits it as it is touched.
+
+        Raises LayoutError for an empty arena, or one that the system has no room for.
+        """
         if num_bytes <= 0:
             raise LayoutError("mirror_bytes", num_bytes, "must be positive")
-        return cls(mmap.mmap(-1, num_bytes))
+        try:
+            return cls(mmap.mmap(-1, num_bytes))
+        except OSError as error:
+            raise LayoutError("mirror_bytes", num_bytes, f"the system has no room for it ({error.strerror})") from None
 
     @property
     def num_bytes(self) -> int:

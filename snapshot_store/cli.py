@@ -50,7 +50,7 @@ def list_conversations(
     as_json: AsJson = False,
 ) -> None:
     """List conversations and open branches with what is parked of each."""
-    with _errors_end_the_command():
+    with _errors_end_the_command(control):
         source = InspectionSource.connect(control, pages)
         transcripts = read_transcripts(source, tenant)
         rows = ParkedBranches(source, transcripts.branches).rows()
@@ -73,7 +73,7 @@ def show_conversation(
     with_text: Annotated[bool, typer.Option("--text", help="Print the replies' text.")] = False,
 ) -> None:
     """Show one conversation or turn: turns, pages, fingerprint in clear, why pages were recomputed."""
-    with _errors_end_the_command():
+    with _errors_end_the_command(control):
         source = InspectionSource.connect(control, pages)
         transcripts = read_transcripts(source, tenant)
         found = _found(transcripts.branches, wanted)
@@ -97,7 +97,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Recompute chains from the transcripts and check every byte of the records; exit 3 if something is damaged."""
-    with _errors_end_the_command():
+    with _errors_end_the_command(control):
         source = InspectionSource.connect(control, pages)
         transcripts = read_transcripts(source, tenant)
         report = VerifyReport()
@@ -126,11 +126,13 @@ def _found(branches: Sequence[Branch], wanted: str) -> list[Branch]:
 
 
 @contextmanager
-def _errors_end_the_command() -> Iterator[None]:
+def _errors_end_the_command(control: str) -> Iterator[None]:
+    """End with one line for a server that cannot be read. control: its URL, that of nobody in particular by default."""
     try:
         yield
     except StoreError as error:
-        typer.echo(f"error: {error}", err=True)
+        hint = "; name the servers with --control and --pages" if control == DEFAULT_CONTROL else ""
+        typer.echo(f"error: {error}{hint}", err=True)
         raise typer.Exit(EXIT_ERROR) from error
 
 

@@ -9,16 +9,23 @@ The pool is threads: one task per slot, each blocked until its turn ends.
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from celery import Celery, bootsteps, signals
 from celery.worker.consumer import Consumer
+from pydantic import ValidationError
 
+from gpu.errors import DeviceUnavailable, LayoutError, ModelFileError
 from workers import broker
 from workers.dead_letters import DeadLetter, add_dead_letter
 from workers.dispatch import TASK_NAME, Dispatcher, celery_options
+from workers.errors import CANNOT_START, WorkerStartError
+from workers.prompt.errors import TokenizerError
+from workers.setting_checks import refusal_of
 from workers.settings import WorkerSettings
 from workers.sweeper import Sweeper
 from workers.turns.control import TurnControl, connect
@@ -114,7 +121,11 @@ class _WorkerProcess:
     @property
     def settings(self) -> WorkerSettings:
         if self._settings is None:
-            self._settings = WorkerSettings()
+            try:
+                self._settings = WorkerSettings()
+            except ValidationError as error:
+                name, value, limit = refusal_of(WorkerSettings, error)
+                raise _refused(f"KVALET_{name.upper()}={value!r}: {limit}") from None
         return self._settings
 
     def celery_options(self) -> dict[str, Any]:
@@ -136,7 +147,12 @@ class _WorkerProcess:
     def start(self, app: Celery) -> None:
         # A line for every message before its turn runs would delay the first token; the one at its end stays.
         logging.getLogger("celery.worker.strategy").setLevel(logging.WARNING)
-        self._service = self._start_service(self.settings)
+        try:
+            self._service = self._start_service(self.settings)
+        except (ModelFileError, TokenizerError) as error:
+            raise _refused(f"{self.settings.model}: {error}") from None
+        except (WorkerStartError, DeviceUnavailable, LayoutError) as error:
+            raise _refused(str(error)) from None
         if not app.amqp.queues._consume_from:
             app.amqp.queues.select([model_queue(self._service.model_name), worker_queue(self.settings.worker_id)])
         self._dispatcher = Dispatcher(self.settings.control_url)
@@ -171,6 +187,12 @@ class _WorkerProcess:
         self._service = None
         if self._dispatcher is not None:
             self._dispatcher.close()
+
+
+def _refused(reason: str) -> SystemExit:
+    """The end of a process that cannot work, told in one line; Celery makes it the worker's exit status."""
+    sys.stderr.write(f"{CANNOT_START}{' '.join(reason.split())}\n")
+    return SystemExit(os.EX_CONFIG)
 
 
 def _service_step(process: _WorkerProcess) -> type[bootsteps.StartStopStep]:

@@ -69,6 +69,10 @@ class WorkerDraining(WorkerError):
     """The worker stops. Its turns are released voluntarily and go on elsewhere."""
 
 
+CANNOT_START = "kvalet worker cannot start: "
+"""Begins the last line of a worker that refuses to start. It ends with os.EX_CONFIG: trying again changes nothing."""
+
+
 class WorkerStartError(WorkerError):
     """The worker cannot start. Names setting, value and reason."""
 

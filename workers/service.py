@@ -39,6 +39,8 @@ from workers.parking.restore import Restorer
 from workers.parking.turn_pages import TurnPages
 from workers.prompt.builder import PromptBuilder
 from workers.prompt.sandbox import TemplateSandbox
+from workers.server_check import check_two_servers
+from workers.setting_checks import masked
 from workers.settings import WorkerSettings
 from workers.turn_runner import TurnRunner
 from workers.turns.calls import end_worker_leases
@@ -95,7 +97,11 @@ class WorkerService:
 
     @classmethod
     def start(cls, settings: WorkerSettings) -> WorkerService:
-        """Load the model, join the fleet and return a worker that takes turns. Raises WorkerStartError and GpuError."""
+        """Load the model, join the fleet and return a worker that takes turns. Raises WorkerStartError and GpuError.
+
+        The servers are looked at first, since a model takes its time.
+        """
+        check_two_servers(settings.control_url, settings.pages_url)
         store = RedisPageStore(WireSettings(settings.pages_url, restore_connections=settings.wire_connections))
         try:
             store.open_connections()
@@ -106,11 +112,7 @@ class WorkerService:
         return service
 
     def join(self) -> None:
-        """Start threads and announce the worker.
-
-        Raises WorkerStartError when the two servers are one, or control refuses the worker's connections.
-        """
-        check_two_servers(self.settings)
+        """Start threads and announce the worker. Raises WorkerStartError when control refuses its connections."""
         self._open_connections()
         self.sandbox.start()
         self.engine.launch_thread()
@@ -183,7 +185,7 @@ class WorkerService:
             open_connections(self.control.client)
         except redis.RedisError as error:
             num = self.control.client.connection_pool.max_connections
-            url = self.settings.control_url.rsplit("@", 1)[-1]
+            url = masked(self.settings.control_url)
             raise WorkerStartError("control_url", url, f"refuses {num} connections of one worker ({error})") from error
 
     def _claimant(self) -> Claimant:
@@ -236,21 +238,6 @@ class WorkerService:
 
     def _is_healthy(self) -> bool:
         return self.engine.failure is None and self.engine.seconds_without_progress < _STALL_S
-
-
-def check_two_servers(settings: WorkerSettings) -> None:
-    """Raise WorkerStartError when control and pages are one server: a page transfer would block every script."""
-    run_ids = []
-    for url in (settings.control_url, settings.pages_url):
-        client = connect(url)
-        try:
-            run_ids.append(client.info("server").get("run_id"))
-        except Exception as error:
-            raise WorkerStartError("redis server", url.rsplit("@", 1)[-1], f"does not answer ({error})") from error
-        finally:
-            client.close()
-    if run_ids[0] == run_ids[1]:
-        raise WorkerStartError("pages_url", settings.pages_url.rsplit("@", 1)[-1], "is the control server: use two")
 
 
 def _end_process() -> None:

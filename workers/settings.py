@@ -11,10 +11,13 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from workers.setting_checks import check_redis_url
+
 _HOST_WEIGHTS = ("auto", "f32", "bf16")
 _CUDA_WEIGHTS = ("auto", "bf16", "int8", "int4")
 _LONGEST_S = 86_400.0
 _DEVICE = r"^(\d+|(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})$"
+_FIRST_DEVICE = "0"
 _NUMERICS_IDS = r"(mixed|[0-9a-f]{64})"
 
 
@@ -35,11 +38,14 @@ class WorkerSettings(BaseSettings):
 
     control_url: str = "redis://127.0.0.1:6379/0"
     pages_url: str = "redis://127.0.0.1:6380/0"
-    worker_id: str = Field(default_factory=_default_worker_id, pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    worker_id: str = Field(
+        default_factory=_default_worker_id, pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="1 to 64 letters, digits, dots, dashes and underscores",
+    )  # fmt: skip
     model: Path = Field(default_factory=lambda: default_model_path())
     model_name: str | None = None
     backend: Literal["cpu", "cuda", "simulated"] = "cpu"
-    device: str = Field(default="0", pattern=_DEVICE)
+    device: str = Field(default=_FIRST_DEVICE, pattern=_DEVICE, description="a GPU's number or its UUID")
     weights: Literal["auto", "f32", "bf16", "int8", "int4"] = "auto"
     device_kv_mib: int | None = Field(default=None, ge=1)
     kv_format: Literal["f16", "int8", "q4", "k8v4"] = "k8v4"
@@ -51,7 +57,10 @@ class WorkerSettings(BaseSettings):
     kv_resident: int | None = Field(default=None, ge=0)
     step_rows: int | None = Field(default=None, ge=8, le=8192)
     restore: Literal["auto", "always", "never"] = "auto"
-    accept_numerics: str = Field(default="own", pattern=f"^(own|any|{_NUMERICS_IDS}(,{_NUMERICS_IDS})*)$")
+    accept_numerics: str = Field(
+        default="own", pattern=f"^(own|any|{_NUMERICS_IDS}(,{_NUMERICS_IDS})*)$",
+        description="own, any, or numerics ids of 64 hex digits with commas between",
+    )  # fmt: skip
     attest: Literal["always", "sampled", "off"] = "sampled"
     park_stateless: Literal["eager", "never"] = "eager"
     park_ttl_s: int = Field(default=24 * 3600, ge=1)
@@ -62,6 +71,19 @@ class WorkerSettings(BaseSettings):
     drain_grace_s: float = Field(default=20.0, ge=0, le=_LONGEST_S)
     sweep_s: float = Field(default=1.0, gt=0, le=_LONGEST_S)
     wire_connections: int = Field(default=4, ge=1, le=64)
+
+    @field_validator("control_url", "pages_url")
+    @classmethod
+    def _names_a_server(cls, url: str) -> str:
+        return check_redis_url(url)
+
+    @field_validator("device", "device_kv_mib")
+    @classmethod
+    def _backend_has_a_device(cls, value: str | int | None, others: ValidationInfo) -> str | int | None:
+        backend = others.data.get("backend")
+        if backend not in (None, "cuda") and value not in (_FIRST_DEVICE, None):
+            raise ValueError(f"the {backend} backend has no GPU; only cuda does")
+        return value
 
     @field_validator("weights")
     @classmethod

@@ -10,21 +10,20 @@ from importlib.metadata import version
 from deploy.doctor.finding import Finding
 from deploy.embedded import server_binary
 from deploy.errors import ServerBinaryMissing
-from deploy.model_fetch import DEFAULT_MODEL
-from workers.settings import default_model_path
 
-_WORKER_PACKAGES = ("numpy", "numba", "gguf", "safetensors", "psutil")
+WORKER_PACKAGES = "worker packages"
+_PACKAGES = ("numpy", "numba", "gguf", "safetensors", "psutil")
 _NEEDED_MIB = 1024
 _VECTOR_FEATURES = ("neon", "sve", "avx2", "fma", "f16c", "avx512f", "avx512bf16", "avx512vnni", "amx-tile")
 
 
 def examine_host() -> list[Finding]:
     """Look at everything that a worker on the CPU needs."""
-    missing = [name for name in _WORKER_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     detail = f'{", ".join(missing)}: pip install "kvalet[worker]"' if missing else "installed"
-    packages = Finding("worker packages", not missing, detail)
+    packages = Finding(WORKER_PACKAGES, not missing, detail)
     compiler = [] if missing else [_compiler()]
-    return [_python(), packages, *compiler, _server(), _model(), _memory(), _cores()]
+    return [_python(), packages, *compiler, _server(), _memory(), _cores()]
 
 
 def _python() -> Finding:
@@ -48,12 +47,6 @@ def _server() -> Finding:
         return Finding("embedded server", True, str(server_binary()))
     except ServerBinaryMissing as error:
         return Finding("embedded server", False, str(error))
-
-
-def _model() -> Finding:
-    path = default_model_path()
-    fine = path.exists() and path.stat().st_size == DEFAULT_MODEL.size_bytes
-    return Finding("default model", fine, str(path) if fine else "run: kvalet model fetch")
 
 
 def _memory() -> Finding:

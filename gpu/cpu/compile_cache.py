@@ -68,13 +68,15 @@ def compiling(variant: str) -> Iterator[None]:
 
 @contextmanager
 def _progress_told(folder: Path) -> Iterator[None]:
-    """Log how many kernels lie in the cache, as often as that changes."""
+    """Log how many kernels were compiled, at once that it is none, then as often as that changes."""
     done = threading.Event()
 
     def tell() -> None:
-        told = _num_kernels(folder)
+        before = _num_kernels(folder)
+        told = 0
+        _log.info("%s %d", COMPILED, told)
         while not done.wait(_PROGRESS_S):
-            if (now := _num_kernels(folder)) != told:
+            if (now := _num_kernels(folder) - before) != told:
                 _log.info("%s %d", COMPILED, now)
                 told = now
 

@@ -9,19 +9,21 @@ from itertools import groupby
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from snapshot_store.inspection.check import Finding, VerifyReport
 from snapshot_store.inspection.views import BranchView, ChainView, ConversationRow, PageRow, TurnRow
 
 SHORT_DIGEST = 12
+_WIDEST = 10_000
 
 
 def print_rows(console: Console, rows: Iterable[ConversationRow]) -> None:
     """Print the table of `ls`."""
     table = Table(box=None, pad_edge=False)
     for name in ("TENANT", "CONVERSATION", "MODEL", "LAST WORKER", "AGE"):
-        table.add_column(name, no_wrap=True, overflow="ignore")
+        table.add_column(name)
     for name in ("TURNS", "TOKENS", "PAGES", "PARKED", "SHARED", "BYTES"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -29,8 +31,19 @@ def print_rows(console: Console, rows: Iterable[ConversationRow]) -> None:
         note = f"  ({row.broken})" if row.broken else ""
         names = (row.tenant, row.name + note, row.model, row.worker_id, age(row.committed_at))
         table.add_row(*map(escape, names), *map(str, counts), size(row.parked_bytes))
-    # A folded id can be neither copied nor searched for.
-    console.print(table, crop=False)
+    print_table(console, table)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table with every cell on one line, however narrow the terminal: a folded id cannot be copied."""
+    widest = console.options.update(width=_WIDEST, max_width=_WIDEST)
+    needed = Measurement.get(console, widest, table).maximum
+    terminal = console.width
+    try:
+        console.width = max(terminal, needed)
+        console.print(table, crop=False)
+    finally:
+        console.width = terminal
 
 
 def print_branch(console: Console, view: BranchView, with_pages: bool) -> None:
@@ -41,7 +54,7 @@ def print_branch(console: Console, view: BranchView, with_pages: bool) -> None:
     console.print(f"{row.num_tokens} tokens, {parked}, {size(row.parked_bytes)}", markup=False)
     if row.broken:
         console.print(f"transcript: {row.broken}", markup=False)
-    console.print(_turn_table(view.turns))
+    print_table(console, _turn_table(view.turns))
     for turn in view.turns:
         _print_turn_notes(console, turn)
     for chain in view.chains:
@@ -91,7 +104,7 @@ def page_runs(pages: Iterable[PageRow]) -> Iterator[tuple[int, int, str]]:
 def _turn_table(turns: Iterable[TurnRow]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("TURN", "WORKER", "FINISH"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for name in ("EPOCH", "PROMPT", "CACHED", "OUTPUT"):
         table.add_column(name, justify="right")
     for turn in turns:

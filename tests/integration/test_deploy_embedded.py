@@ -115,7 +115,9 @@ def test_server_that_cannot_start_tells_why(folder: Path, start: Start) -> None:
     start_again = EmbeddedServer(spec_in(folder, "control"))
     with pytest.raises(StartFailed) as failed:
         start_again.wait_ready(10)
-    assert "manifest" in failed.value.log_tail
+    assert failed.value.log is not None
+    assert "manifest" in failed.value.log.read_text()
+    assert len(str(failed.value).splitlines()) == 1
 
 
 def test_socket_path_that_is_too_long_is_refused(folder: Path) -> None:

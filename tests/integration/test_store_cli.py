@@ -31,7 +31,7 @@ def fleet(control_server: ValkeyServer, pages_server: ValkeyServer) -> ParkedFle
 def command(fleet: ParkedFleet) -> Command:
     def run(*arguments: str) -> tuple[int, str]:
         urls = ["--control", fleet.control_server.url, "--pages", fleet.pages_server.url]
-        result = CliRunner().invoke(app, [*arguments, *urls], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(app, [*arguments, *urls], env={"COLUMNS": "80"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.exit_code, result.output

@@ -12,8 +12,10 @@ def test_progress_reports_each_new_number_once_and_nothing_of_an_earlier_start(t
     log.write_text("[INFO] kernels compiled: 60\n")
     progress = CompileProgress([log, tmp_path / "w2.log"], told.append)
     progress.tell()
-    with log.open("a") as more:
-        more.write("[INFO] kernels compiled: 3\n[INFO] kernels compiled: 9\n")
-    progress.tell()
-    progress.tell()
-    assert told == ["first start: 9 kernels compiled, kept for the next one"]
+    for lines in ("[INFO] kernels compiled: 0\n", "[INFO] kernels compiled: 3\n[INFO] kernels compiled: 9\n"):
+        with log.open("a") as more:
+            more.write(lines)
+        progress.tell()
+        progress.tell()
+    minute = "first start: kernels are compiled, which takes about a minute and is kept"
+    assert told == [minute, "first start: 9 kernels compiled"]

@@ -12,11 +12,13 @@ import pytest
 from deploy.doctor import cuda
 from deploy.doctor.command import print_findings
 from deploy.doctor.cuda import device_finding, driver_finding, examine_cuda, kernel_finding, pinned_finding
+from deploy.doctor.examination import examine
 from deploy.doctor.finding import Finding
 from deploy.doctor.pinned_memory import MemoryLimits, memory_limits
 from deploy.doctor.servers import examine_servers
 from gpu.cuda.machine import Compiler, DeviceFacts, Driver
 from gpu.errors import KernelCompileError
+from tests.fleet import tiny_model
 from tests.services import ValkeyServer
 from tests.unit.test_deploy_cli import kvalet
 
@@ -32,6 +34,21 @@ def gpu_of(major: int, minor: int) -> DeviceFacts:
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "driver_is_installed", lambda: False)
+
+
+def test_model_of_the_settings_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finding() -> Finding:
+        return next(found for found in examine("cpu") if found.subject == "model")
+
+    monkeypatch.setenv("KVALET_MODEL", str(tmp_path / "tiny.gguf"))
+    assert (finding().missing, "tiny.gguf" in finding().detail) == (True, True)
+    tiny_model(tmp_path)
+    assert (finding().missing, "8192 tokens of context" in finding().detail) == (False, True)
+    monkeypatch.setenv("KVALET_CONTEXT", "9000")
+    assert (finding().missing, finding().detail.startswith("KVALET_CONTEXT=9000")) == (True, True)
+    monkeypatch.delenv("KVALET_MODEL")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert finding().detail.endswith("kvalet model fetch")
 
 
 @pytest.mark.usefixtures("no_driver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from deploy.errors import StartFailed
 from deploy.process import ChildProcess, ChildSpec
 from deploy.supervisor import RestartPolicy, Supervisor
+from workers.errors import CANNOT_START
 
 SLEEP = "import time; time.sleep(60)"
 FAST = RestartPolicy(first_s=0.05, longest_s=0.4, healthy_s=30.0, start_attempts=3)
@@ -73,14 +75,29 @@ def test_pause_doubles_with_every_death_up_to_the_longest() -> None:
     assert [FAST.pause_s(deaths) for deaths in range(1, 6)] == [0.05, 0.1, 0.2, 0.4, 0.4]
 
 
-def test_child_that_keeps_dying_fails_the_start_with_its_log(
+def test_child_that_cannot_start_fails_the_start_at_once_with_its_own_reason(
+    supervisor: Supervisor, spec_of: Callable[..., ChildSpec], deaths: Deaths
+) -> None:
+    spec = spec_of(
+        "a", f"import sys; print('{CANNOT_START}model: gone'); print('later words'); sys.exit({os.EX_CONFIG})"
+    )
+    spec.log.parent.mkdir(parents=True, exist_ok=True)
+    spec.log.write_text(f"{CANNOT_START}of an earlier start\n")
+    supervisor.start(spec)
+    with pytest.raises(StartFailed) as failed:
+        supervisor.wait_until(lambda: False, timeout_s=20, interval_s=0.01)
+    assert (failed.value.reason, deaths) == ("cannot start: model: gone", [("a", os.EX_CONFIG)])
+
+
+def test_child_that_keeps_dying_fails_the_start_with_its_last_words(
     supervisor: Supervisor, spec_of: Callable[..., ChildSpec]
 ) -> None:
     supervisor.start(spec_of("a", "raise SystemExit('no such model')"))
     with pytest.raises(StartFailed) as failed:
         supervisor.wait_until(lambda: False, timeout_s=20, interval_s=0.01)
     assert failed.value.name == "a"
-    assert "no such model" in failed.value.log_tail
+    assert failed.value.reason == "ended 3 times, last with status 1: no such model"
+    assert str(failed.value).endswith(f"; see {failed.value.log}")
 
 
 def test_start_that_takes_too_long_fails(supervisor: Supervisor, spec_of: Callable[..., ChildSpec]) -> None:
