@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gateway.errors import ApiError, Unavailable
 from gateway.turns import TurnService
+from workers.turns.end_tasks import end_tasks
 from workers.turns.events import EventKind, TurnEvent
 
 
@@ -35,9 +36,7 @@ class TurnFeed:
 
     async def close(self) -> None:
         """End the readers; idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
     async def next(self, timeout_s: float) -> Arrival | None:
         """The next event, None after `timeout_s` without one.

@@ -18,6 +18,7 @@ from gateway.settings import GatewaySettings
 from gateway.turns import TurnService
 from workers import registry
 from workers.registry import ModelDemand, ModelRecord, WorkerRecord
+from workers.turns.end_tasks import end_tasks
 from workers.turns.keys import hub_key
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,7 @@ class FleetMonitor:
     async def close(self) -> None:
         """Stop looking."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
 
     @property
     def models(self) -> tuple[ModelRecord, ...]:

@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from workers.turns.end_tasks import end_tasks
+
 HEARTBEAT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -67,7 +69,7 @@ class EventStream(Response):
         except OSError:
             self._on_gone()
         finally:
-            await _end(pump, watch)
+            await end_tasks(pump, watch)
             await self._on_end()
 
     async def _pump(self, send: Send) -> None:
@@ -90,15 +92,9 @@ async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
             raise ClientGone
         return task.result()
     finally:
-        await _end(task, watch)
+        await end_tasks(task, watch)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _end(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

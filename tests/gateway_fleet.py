@@ -202,6 +202,8 @@ def gateway(server: ValkeyServer, **settings: Any) -> Iterator[str]:
     finally:
         served.should_exit = True
         thread.join(DEADLINE_S)
+        # One that goes on would poll and probe the servers of later tests.
+        assert not thread.is_alive(), "the gateway did not stop"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from workers.turns.end_tasks import PATIENCE_S, end_tasks
 from workers.turns.errors import BadTurnData, ControlUnavailable, TurnControlError
 from workers.turns.events import EventKind, TurnEvent
 from workers.turns.keys import hub_key, stream_key
@@ -24,7 +25,6 @@ BLOCK_MS = 5000
 READ_ENTRIES = 64
 MAX_BUFFERED_EVENTS = 4096
 RECONNECT_PAUSE_S = 0.2
-CLOSE_PATIENCE_S = 0.5
 # New subscriptions share a wake-up: a turn says nothing in its first milliseconds, which belong to its worker.
 GATHER_S = 0.003
 
@@ -139,18 +139,15 @@ class AsyncEventHub:
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.wake(), CLOSE_PATIENCE_S)
-        while self._task is not None and not self._task.done():
-            # redis-py can swallow one cancellation while it takes a connection, so a server that does not answer the
-            # wake-up is asked to let go more than once.
-            await asyncio.wait({self._task}, timeout=CLOSE_PATIENCE_S)
-            self._task.cancel()
+            await asyncio.wait_for(self.wake(), PATIENCE_S)
+        if self._task is not None:
+            # A server that does not answer the wake-up is asked to let go.
+            await asyncio.wait({self._task}, timeout=PATIENCE_S)
+            await end_tasks(self._task)
         # A cancelled read leaves its reply in the socket: the connection must not be used again.
         await self._reader.connection_pool.disconnect()
         await self._reader.aclose()
-        for waker in self._wakers:
-            waker.cancel()
-        await asyncio.gather(*self._wakers, return_exceptions=True)
+        await end_tasks(*self._wakers)
         await self._waker.aclose()
 
     @contextlib.asynccontextmanager
