@@ -36,6 +36,13 @@ Device = Annotated[str | None, typer.Option("--device", help="GPU of a worker: i
 DeviceKvMib = Annotated[
     int | None, typer.Option("--device-kv-mib", help="MiB of GPU memory for pages; default: what is free.")
 ]
+Draft = Annotated[
+    str | None, typer.Option("--draft", help="Guess the next tokens and verify them in one step: off or suffix.")
+]
+DraftRows = Annotated[int | None, typer.Option("--draft-rows", help="Guessed tokens of a turn in one step, 1 to 8.")]
+SuffixMinMatch = Annotated[
+    int | None, typer.Option("--suffix-min-match", help="Tokens that must occur again before suffix drafting guesses.")
+]
 Restore = Annotated[str | None, typer.Option("--restore", help="auto, always or never.")]
 AcceptNumerics = Annotated[
     str | None, typer.Option("--accept-numerics", help="Whose pages to reuse: own, any, or numerics ids (a,b).")

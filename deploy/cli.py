@@ -29,6 +29,8 @@ from deploy.arguments import (
     Data,
     Device,
     DeviceKvMib,
+    Draft,
+    DraftRows,
     Keys,
     KvFormat,
     MirrorMib,
@@ -36,6 +38,7 @@ from deploy.arguments import (
     Pages,
     Restore,
     Slots,
+    SuffixMinMatch,
     Threads,
     Weights,
 )
@@ -128,6 +131,9 @@ def up(
     weights: Weights = None,
     device: Device = None,
     device_kv_mib: DeviceKvMib = None,
+    draft: Draft = None,
+    draft_rows: DraftRows = None,
+    suffix_min_match: SuffixMinMatch = None,
     restore: Restore = None,
     accept_numerics: AcceptNumerics = None,
     attest: Attest = None,
@@ -138,6 +144,7 @@ def up(
     environment = worker_environment(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
         backend=backend, weights=weights, device=device, device_kv_mib=device_kv_mib,
+        draft=draft, draft_rows=draft_rows, suffix_min_match=suffix_min_match,
         restore=restore, accept_numerics=accept_numerics, attest=attest,
         control_url=control, pages_url=pages,
     )  # fmt: skip
@@ -231,6 +238,9 @@ def worker(
     weights: Weights = None,
     device: Device = None,
     device_kv_mib: DeviceKvMib = None,
+    draft: Draft = None,
+    draft_rows: DraftRows = None,
+    suffix_min_match: SuffixMinMatch = None,
     restore: Restore = None,
     accept_numerics: AcceptNumerics = None,
     attest: Attest = None,
@@ -239,6 +249,7 @@ def worker(
     environment = worker_environment(
         model=model, kv_format=kv, slots=slots, threads=threads, mirror_mib=mirror_mib, context=context,
         backend=backend, weights=weights, device=device, device_kv_mib=device_kv_mib,
+        draft=draft, draft_rows=draft_rows, suffix_min_match=suffix_min_match,
         restore=restore, accept_numerics=accept_numerics, attest=attest,
         control_url=control, pages_url=pages, worker_id=worker_id,
     )  # fmt: skip

@@ -19,6 +19,8 @@ _COUNTERS = {
     "prefill_rows": "Prompt rows computed",
     "decode_rows": "Reply rows computed",
     "preemptions": "Turns that gave up their pages to an older one",
+    "drafted_rows": "Rows that were guessed and verified",
+    "accepted_rows": "Guessed rows that the model would have drawn itself",
     "evictions": "Cached pages dropped for new ones",
 }
 # Name of the label that tells the parts apart.

@@ -94,6 +94,8 @@ class FleetPresence:
             "prefill_rows": counters.prefill_rows,
             "decode_rows": counters.decode_rows,
             "preemptions": counters.preemptions,
+            "drafted_rows": counters.drafted,
+            "accepted_rows": counters.accepted,
             "engine_turns": service.engine.num_turns,
             "pages": stats.num_pages,
             "free_pages": stats.free,
@@ -101,6 +103,7 @@ class FleetPresence:
             "resident_pages": stats.resident,
             "evictions": stats.evictions,
             "attest": service.settings.attest,
+            "draft": service.settings.draft,
             "accept_numerics": service.settings.accept_numerics,
         }
 
@@ -140,6 +143,7 @@ class FleetPresence:
             "architecture": source.config.architecture,
             "page_size": service.runtime.layout.page_size,
             "max_cells": service.runtime.arena_cells,
+            "draft": settings.draft,
         }
         record = ModelRecord(
             service.model_name, source.bundle.digest.hex(), service.runtime.context_length, time.time(), info

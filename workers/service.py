@@ -26,6 +26,7 @@ from snapshot_store.transcript import TranscriptEntry
 from snapshot_store.wire_pool import WireSettings
 from workers.conversation import Conversations
 from workers.dispatch import Dispatcher
+from workers.engine.drafting import DraftSettings
 from workers.engine.engine import Engine
 from workers.errors import WorkerStartError
 from workers.fleet_presence import FleetPresence
@@ -73,7 +74,8 @@ class WorkerService:
         self.boot_id = secrets.token_bytes(16)
         self.control = TurnControl(connect(settings.control_url, max_connections=settings.slots + _NUM_OWN_SPEAKERS))
         self.dispatcher = Dispatcher(settings.control_url)
-        self.engine = Engine(runtime.backend, step_rows=settings.max_step_rows)
+        drafting = None if settings.draft == "off" else DraftSettings(settings.draft_rows, settings.suffix_min_match)
+        self.engine = Engine(runtime.backend, step_rows=settings.max_step_rows, drafting=drafting)
         self.identity = WriterIdentity.of(runtime.fingerprint, self.boot_id, runtime.layout)
         self.parking = Parking(self.engine.cache, store, self.identity, queue_bytes=settings.park_queue_mib << 20)
         self.live = LiveTurns(

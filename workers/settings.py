@@ -30,8 +30,10 @@ class WorkerSettings(BaseSettings):
 
     weights: how they are kept in memory. auto: bf16 on `cuda`, as the file has them on the host, where f32 and bf16 can
     be asked for too. `cuda` only: device (number or UUID), device_kv_mib (memory for resident pages, None for what is
-    free). accept_numerics: whose pages are reused: own, any, or numerics ids with commas between. Units are in the
-    names. `control_url` and `pages_url` are redis URLs (redis://, rediss://, unix://).
+    free). draft: what guesses rows that are verified with the next one; draft_rows: how many of a turn in a step;
+    suffix_min_match: tokens that must occur again before `suffix` guesses. accept_numerics: whose pages are reused:
+    own, any, or numerics ids with commas between. Units are in the names. `control_url` and `pages_url` are redis URLs
+    (redis://, rediss://, unix://).
     """
 
     model_config = SettingsConfigDict(env_prefix="KVALET_", extra="ignore", frozen=True)
@@ -56,6 +58,9 @@ class WorkerSettings(BaseSettings):
     mirror_mib: int | None = Field(default=None, ge=1)
     kv_resident: int | None = Field(default=None, ge=0)
     step_rows: int | None = Field(default=None, ge=8, le=8192)
+    draft: Literal["off", "suffix"] = "off"
+    draft_rows: int = Field(default=3, ge=1, le=8)
+    suffix_min_match: int = Field(default=3, ge=1, le=64)
     restore: Literal["auto", "always", "never"] = "auto"
     accept_numerics: str = Field(
         default="own", pattern=f"^(own|any|{_NUMERICS_IDS}(,{_NUMERICS_IDS})*)$",

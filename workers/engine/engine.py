@@ -18,18 +18,21 @@ from typing import Any, NoReturn, TypeVar
 from gpu.backend import Backend, StepHandle
 from gpu.cache import HoldKind
 from gpu.errors import CapacityError, DeviceFailure, InvariantViolation, MirrorDivergence
-from gpu.plan import EntryResult, PlanEntry, StepPlan
+from gpu.plan import EntryResult, PlanEntry, RowKind, StepPlan, TokenLogprobs
 from workers.engine.counters import EngineCounters
+from workers.engine.drafting import DraftCosts, Drafter, DraftSettings, num_agreeing, reply_part
 from workers.engine.promises import PagePromises
 from workers.engine.requests import EngineOutput, EngineTurn, Failed, Finished, Preempted, SealedEvent, Token
 from workers.engine.running import Phase, RunningTurn
-from workers.engine.scheduler import schedule
+from workers.engine.scheduler import schedule, without_draft
 from workers.errors import EngineFault, IntegrityLost, WorkerQuarantined
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _IDLE_WAIT_S = 0.2
 _BLOCKED_WAIT_S = 0.003
+_Launched = tuple[list[tuple[RunningTurn, PlanEntry]], StepHandle, float]
+"""What a step computes for whom, the step, when its launch began."""
 
 
 class Engine:
@@ -38,16 +41,18 @@ class Engine:
     promises: the only way to pages of the cache. Touched on the engine thread, as `cache` is (`call`).
     """
 
-    def __init__(self, backend: Backend, *, step_rows: int) -> None:
+    def __init__(self, backend: Backend, *, step_rows: int, drafting: DraftSettings | None = None) -> None:
         self.backend = backend
         self.cache = backend.cache
         self.promises = PagePromises(self.cache)
         self.counters = EngineCounters()
         self.failure: Exception | None = None
         self._max_rows = min(step_rows, backend.max_rows)
+        self._drafting = drafting
+        self._draft_costs = DraftCosts()
         self._turns: list[RunningTurn] = []
         self._leaving: set[str] = set()
-        self._pending: collections.deque[tuple[list[tuple[RunningTurn, PlanEntry]], StepHandle]] = collections.deque()
+        self._pending: collections.deque[_Launched] = collections.deque()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._progress_at = time.monotonic()
@@ -108,7 +113,8 @@ class Engine:
 
     def admit(self, turn: EngineTurn) -> RunningTurn:
         """Queue a turn; it may resolve its prefix once `turn.admitted` is set. Order: priority, then arrival."""
-        running = RunningTurn.of(turn)
+        drafter = None if self._drafting is None else Drafter(self._drafting, self._draft_costs)
+        running = RunningTurn.of(turn, drafter)
         self.call(lambda: self._enqueue(running))
         return running
 
@@ -179,7 +185,7 @@ class Engine:
 
     def _enqueue(self, running: RunningTurn) -> None:
         self._turns.append(running)
-        self._turns.sort(key=_age)
+        self._turns.sort(key=lambda turn: turn.age)
 
     def _drop_cancelled(self) -> None:
         for running in [t for t in self._turns if t.turn.cancelled.is_set()]:
@@ -221,7 +227,7 @@ class Engine:
             return False
         for running, entry in chosen:
             running.unread += 1 if entry.sampling is not None else 0
-        self._pending.append((chosen, handle))
+        self._pending.append((chosen, handle, begun))
         self.counters.count_launch(plan, time.monotonic() - begun)
         return True
 
@@ -232,9 +238,12 @@ class Engine:
         before they are free: the rows that lack pages wait for a later pass.
         """
         kept: list[tuple[RunningTurn, PlanEntry]] = []
-        for running, entry in sorted(chosen, key=lambda pair: _age(pair[0])):
+        for running, wanted in sorted(chosen, key=lambda pair: pair[0].age):
+            entry = wanted
             if running.phase is not Phase.RUNNING:
                 continue
+            if entry.kind is RowKind.VERIFY and not self._reserve(running, entry):
+                entry = without_draft(entry)
             if not self._reserve(running, entry) and not (self._preempt_youngest() and self._reserve(running, entry)):
                 break
             kept.append((running, entry))
@@ -260,12 +269,14 @@ class Engine:
         return True
 
     def _finish_oldest(self) -> None:
-        chosen, handle = self._pending.popleft()
+        chosen, handle, launched_at = self._pending.popleft()
         begun = time.monotonic()
         while not handle.done() and self.cache.poison_ahead(self._pages_ahead):
             pass
         result = handle.wait()
-        self.counters.step_s += time.monotonic() - begun
+        now = time.monotonic()
+        self.counters.step_s += now - begun
+        self._draft_costs.note({entry.kind for _, entry in chosen}, launched_at, now)
         for (running, entry), entry_result in zip(chosen, result.entries, strict=True):
             if running.phase is Phase.RUNNING:
                 self._take_result(running, entry, entry_result)
@@ -275,20 +286,36 @@ class Engine:
             self._fail(running, EngineFault("the model produced a value that is not finite"))
             return
         running.solo = running.turn.request.solo
+        drawn: tuple[int, ...] = ()
         if entry.sampling is not None:
             running.unread -= 1
-            running.ids.append(result.token_ids[-1])
+            drawn = result.token_ids
+            if entry.kind is RowKind.VERIFY:
+                drawn = self._accept(running, entry, result)
+            running.ids.extend(drawn)
         self._seal_full_pages(running)
-        if entry.sampling is not None:
-            self._deliver(running, result)
+        if drawn:
+            self._deliver(running, drawn, result.logprobs)
 
-    def _deliver(self, running: RunningTurn, result: EntryResult) -> None:
-        token_id = result.token_ids[-1]
+    def _accept(self, running: RunningTurn, entry: PlanEntry, result: EntryResult) -> tuple[int, ...]:
+        """Take back what a window's rows hold beyond the reply; the drawn ids that belong to it."""
+        request, sequence = running.turn.request, running.loaded
+        agreeing = num_agreeing(entry.tokens[1:], result.token_ids)
+        drawn = reply_part(result.token_ids[: agreeing + 1], request.end_ids, request.max_tokens - running.num_output)
+        running.history.extend(drawn)
+        self.cache.truncate(sequence, sequence.length - entry.num_rows + len(drawn))
+        self.counters.accepted += agreeing
+        if running.drafter is not None:
+            running.drafter.note(agreeing, len(running.ids) + len(drawn))
+        return drawn
+
+    def _deliver(self, running: RunningTurn, drawn: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
         request = running.turn.request
-        if token_id in request.end_ids:
-            self._finish(running, "stop")
-            return
-        running.turn.outputs.put(Token(token_id, result.logprobs[-1] if result.logprobs else None))
+        for index, token_id in enumerate(drawn):
+            if token_id in request.end_ids:
+                self._finish(running, "stop")
+                return
+            running.turn.outputs.put(Token(token_id, logprobs[index] if logprobs else None))
         if running.num_output >= request.max_tokens:
             self._finish(running, "length")
 
@@ -346,13 +373,10 @@ class Engine:
         self._turns.clear()
         self._pending.clear()
         self.backend.close()
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command is not None:
-                command[1].set_exception(WorkerQuarantined(str(self.failure or "the engine has stopped")))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (command := self._commands.get_nowait()) is not None:
+                    command[1].set_exception(WorkerQuarantined(str(self.failure or "the engine has stopped")))
 
     def _last_output(self, running: RunningTurn) -> EngineOutput:
         """What a turn hears when the engine ends: after a divergence, one that may have read such a page is over."""
@@ -363,11 +387,6 @@ class Engine:
         if isinstance(error, MirrorDivergence) and sequence is not None and has_read(sequence, error.page_indices):
             return Failed(IntegrityLost())
         return Failed(WorkerQuarantined(str(error)))
-
-
-def _age(running: RunningTurn) -> tuple[int, int]:
-    """Sort key: important and old first."""
-    return (-running.turn.request.priority, running.turn.request.order)
 
 
 def _execute(action: Callable[[], Any], future: Future[Any]) -> None:

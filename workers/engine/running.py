@@ -8,6 +8,7 @@ from enum import StrEnum
 from gpu.cache import Sequence
 from gpu.errors import HoldViolation
 from gpu.sampling import TokenHistory
+from workers.engine.drafting import Drafter
 from workers.engine.requests import EngineTurn
 
 
@@ -26,7 +27,7 @@ class RunningTurn:
 
     solo: its next step holds nothing else.
     ids: prompt, forced and sampled ids. unread: launched draws whose id the host has not read. num_sealed: leading
-    pages of the sequence that are sealed (shared, restored or ours).
+    pages of the sequence that are sealed (shared, restored or ours). drafter: guesses rows, if that is asked for.
     """
 
     turn: EngineTurn
@@ -37,13 +38,14 @@ class RunningTurn:
     unread: int = 0
     num_sealed: int = 0
     solo: bool = False
+    drafter: Drafter | None = None
 
     @classmethod
-    def of(cls, turn: EngineTurn) -> RunningTurn:
+    def of(cls, turn: EngineTurn, drafter: Drafter | None = None) -> RunningTurn:
         """A turn that waits for admission."""
         request = turn.request
         history = TokenHistory(request.prompt_ids, request.forced_ids)
-        return cls(turn, list(request.known_ids), history, solo=request.solo or request.wary)
+        return cls(turn, list(request.known_ids), history, solo=request.solo or request.wary, drafter=drafter)
 
     @property
     def loaded(self) -> Sequence:
@@ -51,6 +53,11 @@ class RunningTurn:
         if self.sequence is None:
             raise HoldViolation(f"turn {self.turn.request.turn_id} has no sequence yet")
         return self.sequence
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sort key: important and old first."""
+        return (-self.turn.request.priority, self.turn.request.order)
 
     @property
     def num_output(self) -> int:
@@ -66,6 +73,11 @@ class RunningTurn:
     def num_pending(self) -> int:
         """Known ids whose cells have not been launched."""
         return 0 if self.sequence is None else max(0, len(self.ids) - self.sequence.length)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the next step needs the ids of the last one: they decide what is drafted."""
+        return self.drafter is not None and not self.drafter.is_paused(len(self.ids))
 
     @property
     def wants_more(self) -> bool:
