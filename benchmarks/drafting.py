@@ -3,12 +3,14 @@
     python -m benchmarks.drafting [MODEL] [--threads 2] [--kv k8v4] [--out FILE]
 
 Replies of one turn on the engine, without drafting and with some rows, in turn (ABBA), the ids compared: a greedy one
-behind a paragraph that the prompt holds twice and begins again, and one that is drawn at temperature 1 and repeats little.
+behind a paragraph that the prompt holds twice and begins again, and one that is drawn at temperature 1 and repeats
+little.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -33,14 +35,12 @@ PARAGRAPH = (
 
 
 class _Digests:
-    """Pages are sealed and forgotten here: any digests will do."""
+    """A digest of its own for every page, so that no reply finds another one's."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    _count = itertools.count()
 
     def seal(self, page_index: int, token_ids: tuple[int, ...], own_numerics: bool) -> bytes:
-        self._count += 1
-        return f"{id(self)}-{self._count}".encode()
+        return next(self._count).to_bytes(16, "little")
 
 
 def main() -> None:
