@@ -13,7 +13,7 @@ CUDA12_VENV := .venv-cuda12
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 # Two processes: most tests wait for processes and servers of their own. Files stay whole, since some share a stack.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-cuda12 demo check test sim bench up lock check-images format clean
 

@@ -9,6 +9,8 @@ from gpu.plan import PlanEntry, RowKind
 from workers.engine.running import Phase, RunningTurn
 
 MIN_CHUNK_ROWS = 16
+MAX_SAMPLED_ROWS = 256
+"""Rows of a step that may be sampled, drafted ones among them: what every backend takes for any number of turns."""
 
 
 def schedule(turns: Seq[RunningTurn], max_rows: int, max_unread: int) -> list[tuple[RunningTurn, PlanEntry]]:
@@ -27,10 +29,12 @@ def schedule(turns: Seq[RunningTurn], max_rows: int, max_unread: int) -> list[tu
     decoding = [t for t in runnable if _decodes(t, max_unread)][:max_rows]
     chosen: list[tuple[RunningTurn, PlanEntry]] = []
     budget = max_rows - len(decoding)
+    draftable = max(0, min(budget, MAX_SAMPLED_ROWS - len(decoding)))
     for turn in decoding:
-        entry = _decode_entry(turn, budget)
+        entry = _decode_entry(turn, draftable)
         chosen.append((turn, entry))
         budget -= entry.num_rows - 1
+        draftable -= entry.num_rows - 1
     prefilling = [t for t in runnable if _prefills(t)]
     for position, turn in enumerate(prefilling):
         if budget <= 0:
