@@ -241,7 +241,9 @@ def test_addresses_of_a_running_stack_are_found_and_forgotten(
 ) -> None:
     names = ("KVALET_BASE_URL", "KVALET_CONTROL_URL", "KVALET_PAGES_URL")
     for name in names:
-        monkeypatch.delenv(name, raising=False)
+        # Set once, so that afterwards it is what it was before: what is adopted must not reach other tests.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     with Stack(options_in(folder, model, num_workers=0), lambda _: None) as stack:
         adopt_addresses(folder)
         assert [os.environ.get(name) for name in names] == [stack.base_url, stack.control_url, stack.pages_url]

@@ -27,13 +27,11 @@ def test_tiny_model_moved_thirty_turns_says_the_same(backend: str, kv_format: st
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("backend", "kv_format"), [("cpu", "q4"), ("simulated", "k8v4")])
-def test_tiny_model_that_drafts_and_moves_says_the_same(backend: str, kv_format: str, tmp_path: Path) -> None:
+def test_tiny_model_that_drafts_and_moves_says_the_same(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
-    settings: dict[str, Any] = {"kv_format": kv_format, "model_name": "test", "backend": backend, "mirror_mib": 64}
+    settings: dict[str, Any] = {"kv_format": "k8v4", "model_name": "test", "backend": "simulated", "mirror_mib": 64}
     settings |= {"draft": "suffix", "draft_rows": 3, "suffix_min_match": 2}
-    if backend == "simulated":
-        settings |= {"kv_resident": 2 * 2 * 64, "attest": "always"}
+    settings |= {"kv_resident": 2 * 2 * 64, "attest": "always"}
     with moving_stack(model, **settings) as stack:
         check_moved(stack, model, 8, 64, **settings)
         workers = httpx.get(f"{stack.base_url}/workers", timeout=10).json()["data"]

@@ -15,7 +15,8 @@ from deploy.doctor.cuda import driver_is_installed
 
 def kvalet(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = (sys.executable, "-m", "deploy", *words)
-    full = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path.cwd()), **environment}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVALET_")}
+    full = {**inherited, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path.cwd()), **environment}
     return subprocess.run(command, env=full, capture_output=True, text=True, timeout=60, check=False)
 
 
