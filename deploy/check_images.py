@@ -85,7 +85,7 @@ def check_installs(scratch: Path) -> list[str]:
         bin_dir = root / "opt" / "kvalet" / "bin"
         for code in (PROOFS[image], DATA):
             _call([str(bin_dir / "python"), "-c", code], environment)
-        _call([str(bin_dir / "kvalet"), "version"], environment)
+        _call([str(bin_dir / "kvalet"), "--version"], environment)
         checked.append(f"docker/{image}.Dockerfile installs and imports")
     return checked
 
